@@ -1,0 +1,1 @@
+"""Shared library of Headrace: engine, tokenizer, directory, RPC plumbing, cluster and command line."""

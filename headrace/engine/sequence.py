@@ -1,0 +1,147 @@
+"""The plain data that flows through the engine: a sequence on its way in, a step plan inside, a step output out.
+
+    submit ─▶ waiting ─▶ running (chunks, then one token a step) ─▶ finished
+    reserve ─▶ waiting ─▶ reserved (its blocks are being filled from outside) ─▶ adopt ─▶ running ─▶ finished
+
+A sequence that runs out of blocks goes back to waiting with its output so far and is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from headrace.errors import HeadraceError
+from headrace.sampling_params import FinishReason, SamplingParams
+
+
+class State(Enum):
+    WAITING = auto()
+    RESERVED = auto()  # blocks allocated, contents arrive from outside
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request inside the engine. Made by the caller, then owned by the engine until its last event.
+
+    `token_ids` is prompt then output; a sequence that goes on after an earlier attempt starts with output already there.
+    Only the scheduler changes `state`, `block_ids`, `num_computed` and `hashes`.
+    """
+
+    id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    root: bytes  # digest of the hash root: model, tokenizer, block size, dtype, adapter, salt
+    hold_ttl_s: float | None = None  # set: end after one token and keep the blocks held this long
+
+    state: State = State.WAITING
+    from_outside: bool = False  # reserved, not submitted: its prompt KV comes from outside
+    block_ids: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks in token_ids, as far as known
+    num_computed: int = 0  # tokens whose KV is in block_ids
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix tree when first scheduled
+    num_announced_blocks: int = 0  # held sequences: blocks already reported ready
+    num_preemptions: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def finish_reason(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why the sequence ends with `token_id`, which is already in `token_ids`; None if it goes on."""
+        return finish_reason(self.sampling, token_id, self.num_output_tokens, eos_token_ids)
+
+
+def finish_reason(
+    sampling: SamplingParams, token_id: int, num_output_tokens: int, eos_token_ids: frozenset[int]
+) -> FinishReason | None:
+    """The one rule for the end of an answer, used by every role. Stop strings are the router's: it has the text."""
+    if token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos):
+        return FinishReason.STOP
+    if num_output_tokens >= sampling.max_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start .. start + num_tokens - 1` of a sequence go through the model in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last known token, so that the next one is drawn from its logits."""
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes. Decodes are chunks of one token. Every chunk's blocks are allocated."""
+
+    chunks: list[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    sequence_id: str
+    token_id: int
+    finish_reason: FinishReason | None  # set: the sequence is over
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The sequence's first chunk is in this step's plan. Reported before the step runs."""
+
+    sequence_id: str
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReady:
+    """Blocks `first_index ..` of a held sequence are computed, including a partial last one at the end."""
+
+    sequence_id: str
+    first_index: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A reserved sequence has its blocks: the first `num_cached_blocks` hold content, the others wait to be filled."""
+
+    sequence_id: str
+    block_ids: list[int]
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence is over with an error; the others go on."""
+
+    sequence_id: str
+    error: HeadraceError
+
+
+Event = NewToken | Started | BlocksReady | Reserved | Failed
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What happened since the last one, in order. `stored` and `removed` are block hashes for the directory."""
+
+    events: list[Event] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.events or self.stored or self.removed)

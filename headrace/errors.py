@@ -1,0 +1,122 @@
+"""The one error taxonomy. Raised deep, translated only at the borders (`headrace.rpc.status`).
+
+    HeadraceError
+    ├── InvalidRequest        INVALID_ARGUMENT     the caller must change the request; names field, value, limit
+    ├── NotFound              NOT_FOUND            no such model, sequence or hand-off
+    ├── AlreadyExists         ALREADY_EXISTS       that request id is live
+    ├── Overloaded            RESOURCE_EXHAUSTED   try again after `retry_after_s`
+    ├── DeadlineExceeded      DEADLINE_EXCEEDED    the request's own deadline passed
+    ├── RequestCancelled      CANCELLED            the client left, or its session ended
+    ├── LayoutMismatch        FAILED_PRECONDITION  two workers that can not exchange KV; names the field
+    ├── Unavailable           UNAVAILABLE          nobody there to do it; trying elsewhere or later can help
+    │   ├── WorkerGone                             the worker died or its incarnation changed
+    │   └── TransferFailed                         KV did not arrive (peer lost, timed out, checksum, lease over)
+    ├── ModelError            FAILED_PRECONDITION  a model folder or file that can not be used; says why
+    └── InternalError         INTERNAL             ours; one request fails, the others go on
+
+Nothing here imports gRPC, torch or asyncio.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Code(StrEnum):
+    """Names equal those of the gRPC status codes."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    UNAVAILABLE = "UNAVAILABLE"
+    INTERNAL = "INTERNAL"
+
+
+class HeadraceError(Exception):
+    """Base class. `code` is what the client sees; `retryable` says whether the same call can succeed later."""
+
+    code: ClassVar[Code] = Code.INTERNAL
+    retryable: ClassVar[bool] = False
+
+
+class InvalidRequest(HeadraceError):
+    """Bad input. `field` is the public name of the field; the message holds its value and the limit."""
+
+    code = Code.INVALID_ARGUMENT
+
+    def __init__(self, field: str, value: object, requirement: str) -> None:
+        self.field = field
+        self.value = value
+        self.requirement = requirement
+        super().__init__(f"{field}: {_shown(value)} is not allowed; {requirement}")
+
+
+class NotFound(HeadraceError):
+    code = Code.NOT_FOUND
+
+
+class AlreadyExists(HeadraceError):
+    code = Code.ALREADY_EXISTS
+
+
+class Overloaded(HeadraceError):
+    code = Code.RESOURCE_EXHAUSTED
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{message}; retry after {retry_after_s:g} s")
+
+
+class DeadlineExceeded(HeadraceError):
+    code = Code.DEADLINE_EXCEEDED
+
+
+class RequestCancelled(HeadraceError):
+    code = Code.CANCELLED
+
+
+class LayoutMismatch(HeadraceError):
+    """Two workers whose KV caches can not be exchanged. Names the first field that differs."""
+
+    code = Code.FAILED_PRECONDITION
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+        super().__init__(f"KV layout mismatch in {field}: ours is {ours!r}, the peer's is {theirs!r}")
+
+
+class Unavailable(HeadraceError):
+    code = Code.UNAVAILABLE
+    retryable = True
+
+
+class WorkerGone(Unavailable):
+    pass
+
+
+class TransferFailed(Unavailable):
+    pass
+
+
+class ModelError(HeadraceError):
+    code = Code.FAILED_PRECONDITION
+
+
+class InternalError(HeadraceError):
+    code = Code.INTERNAL
+
+
+_MAX_SHOWN = 80
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}… ({len(text)} characters)"
