@@ -1,21 +1,26 @@
 """Settings of one process: typed, frozen, in small sections; built once at the composition root and passed down.
 
 Order of precedence, later wins: defaults here, a YAML file (`--config`), `HEADRACE_SECTION__FIELD` in the environment,
-`--set section.field=value`. Unknown keys are errors. Units are in the names.
+`--set section.field=value`. Unknown keys are errors. Units are in the names. The only module that reads the environment.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from headrace.errors import InvalidRequest
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_CACHE_DIR = Path("~/.cache/headrace")
+
+_ENV_PREFIX = "HEADRACE_"
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -29,11 +34,16 @@ class ModelSettings(_Section):
     """Which model is served, under which name."""
 
     ref: str = Field(DEFAULT_MODEL, description="catalogue name, GGUF file, Hugging Face folder, or hub name")
+    cache_dir: Path = Field(
+        DEFAULT_CACHE_DIR, description="where fetched models are kept; ~ is the user's home"
+    )
     served_name: str = Field("", description="name that clients use; empty: the model's own name")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the processor multiplies it natively, else float32"
     )
-    max_model_tokens: int = Field(0, ge=0, description="prompt and answer together; 0: what the model declares")
+    max_model_tokens: int = Field(
+        0, ge=0, description="prompt and answer together; 0: what the model declares"
+    )
 
 
 class EngineSettings(_Section):
@@ -42,19 +52,25 @@ class EngineSettings(_Section):
     block_size_tokens: Positive = 32
     num_blocks: int = Field(0, ge=0, description="KV blocks in the pool; 0: as many as kv_memory_bytes holds")
     kv_memory_bytes: Positive = 1 << 30
-    max_step_tokens: Positive = Field(512, description="token budget of one step: decodes first, prefill chunks fill it")
+    max_step_tokens: Positive = Field(
+        512, description="token budget of one step: decodes first, prefill chunks fill it"
+    )
     max_sequences: Positive = Field(64, description="sequences that run at once; others wait")
     max_waiting: Positive = Field(1024, description="sequences that may wait; more are refused")
     num_threads: int = Field(0, ge=0, description="compute threads; 0: one per core of this process")
     attention: Literal["auto", "reference", "cpu"] = "auto"
-    stall_warning_s: Seconds = Field(10.0, description="work waiting and nothing scheduled for this long is logged")
+    stall_warning_s: Seconds = Field(
+        10.0, description="work waiting and nothing scheduled for this long is logged"
+    )
 
 
 class KvSettings(_Section):
     """Exchange of KV blocks between workers."""
 
     transport: Literal["nixl", "local"] = "nixl"
-    lease_ttl_s: Seconds = Field(10.0, description="a hand-off's blocks stay held this long after the reader's last word")
+    lease_ttl_s: Seconds = Field(
+        10.0, description="a hand-off's blocks stay held this long after the reader's last word"
+    )
     connect_timeout_s: Seconds = 5.0
     transfer_timeout_s: Seconds = Field(10.0, description="longest time for one READ of announced blocks")
     progress_timeout_s: Seconds = Field(
@@ -71,7 +87,9 @@ class DirectorySettings(_Section):
 
     url: str = "redis://127.0.0.1:6379/0"
     cluster: str = Field("default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    worker_ttl_s: Seconds = Field(5.0, description="a worker that does not refresh its record this long is gone")
+    worker_ttl_s: Seconds = Field(
+        5.0, description="a worker that does not refresh its record this long is gone"
+    )
     publish_interval_s: Seconds = 0.05
 
 
@@ -80,10 +98,14 @@ class RpcSettings(_Section):
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="0: any free port")
-    advertise_host: str = Field("", description="name or address that others reach this process by; empty: host")
+    advertise_host: str = Field(
+        "", description="name or address that others reach this process by; empty: host"
+    )
     max_message_bytes: Positive = 64 << 20
     keepalive_s: Seconds = Field(5.0, description="a silent connection is probed this often")
-    keepalive_timeout_s: Seconds = Field(5.0, description="a probe unanswered this long breaks the connection")
+    keepalive_timeout_s: Seconds = Field(
+        5.0, description="a probe unanswered this long breaks the connection"
+    )
     drain_timeout_s: Seconds = Field(30.0, description="on SIGTERM: time for running requests to end")
 
 
@@ -96,12 +118,8 @@ class RouterSettings(_Section):
     default_timeout_s: Seconds = Field(600.0, description="deadline of a request whose client set none")
 
 
-class Settings(BaseSettings):
+class Settings(_Section):
     """All sections. Each process reads the ones it needs."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="HEADRACE_", env_nested_delimiter="__", frozen=True, extra="forbid", nested_model_default_partial_update=True
-    )
 
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
@@ -111,48 +129,69 @@ class Settings(BaseSettings):
     router: RouterSettings = RouterSettings()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # `load` merges file < environment < assignments itself, so that a file never beats the environment.
-        return (init_settings, env_settings)
+    def describe(self) -> dict[str, Any]:
+        """Effective settings as plain data for the start-up log, with the password in the directory's URL masked."""
+        shown = self.model_dump(mode="json")
+        shown["directory"]["url"] = re.sub(r"(//[^/@]*:)[^/]*@", r"\1***@", self.directory.url)
+        return shown
 
 
-def load(config_file: Path | None = None, assignments: list[str] | None = None) -> Settings:
+def load(
+    config_file: Path | None = None,
+    assignments: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
     """Settings from all sources. Raises InvalidRequest naming the key, its value and what is allowed."""
-    merged: dict[str, Any] = {}
-    if config_file is not None:
-        merged = yaml.safe_load(config_file.read_text()) or {}
-    environment = Settings.model_validate({}).model_dump(exclude_unset=True)
-    _merge(merged, environment)
-    for assignment in assignments or []:
+    merged = _from_file(config_file) if config_file is not None else {}
+    for key, value in _from_environment(os.environ if environment is None else environment):
+        _assign(merged, key, value)
+    for assignment in assignments or ():
         key, separator, value = assignment.partition("=")
         if not separator:
             raise InvalidRequest("--set", assignment, "write section.field=value")
-        tree: Any = yaml.safe_load(value)
-        for part in reversed(key.split(".")):
-            tree = {part: tree}
-        _merge(merged, tree)
+        _assign(merged, key, value)
     return _validated(merged)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = value
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidRequest("--config", str(path), f"can not be read: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidRequest("--config", str(path), "the file must hold sections with fields")
+    return content
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Pairs of dotted key and text. Other names with our prefix are left alone: Kubernetes sets HEADRACE_ROUTER_PORT and
+    the like for a service called headrace-router.
+    """
+    pairs: list[tuple[str, str]] = []
+    for name, value in environment.items():
+        key = name.removeprefix(_ENV_PREFIX).lower()
+        if name.startswith(_ENV_PREFIX) and ("__" in key or key in Settings.model_fields):
+            pairs.append((key.replace("__", "."), value))
+    return pairs
+
+
+def _assign(tree: dict[str, Any], key: str, value: str) -> None:
+    """Set one dotted key. Text becomes a number or a truth value in validation, by the field's type."""
+    *sections, field = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise InvalidRequest(section, tree, "this is a section: its fields have values")
+    tree[field] = value
 
 
 def _validated(merged: dict[str, Any]) -> Settings:
     try:
-        return Settings(**merged)
+        return Settings.model_validate(merged)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidRequest(".".join(map(str, first["loc"])), first.get("input"), first["msg"]) from None
+        unknown = first["type"] == "extra_forbidden"
+        requirement = "there is no such setting" if unknown else first["msg"]
+        raise InvalidRequest(".".join(map(str, first["loc"])), first.get("input"), requirement) from None

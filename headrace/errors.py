@@ -12,6 +12,7 @@
     │   ├── WorkerGone                             the worker died or its incarnation changed
     │   └── TransferFailed                         KV did not arrive (peer lost, timed out, checksum, lease over)
     ├── ModelError            FAILED_PRECONDITION  a model folder or file that can not be used; says why
+    ├── PeerError             the peer's own code  an error that another process answered, passed on
     └── InternalError         INTERNAL             ours; one request fails, the others go on
 
 Nothing here imports gRPC, torch or asyncio.
@@ -112,6 +113,14 @@ class ModelError(HeadraceError):
 
 class InternalError(HeadraceError):
     code = Code.INTERNAL
+
+
+class PeerError(HeadraceError):
+    """Another process's answer, passed on with its code."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        self.code = code  # pyright: ignore[reportAttributeAccessIssue] - per instance here, per class elsewhere
+        super().__init__(message)
 
 
 _MAX_SHOWN = 80

@@ -1,0 +1,78 @@
+"""Router sessions: starts and aborts come in, step frames go out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import structlog
+
+from decode_worker.hand_off import DecodeContext
+from decode_worker.request import Request
+from decode_worker.session import End, HandOffReport, Session
+from headrace.errors import Code
+from headrace.rpc.v1 import worker_pb2
+
+log = structlog.get_logger()
+
+
+class DecodeWorker:
+    """All sessions of one worker. Used on the event loop only."""
+
+    def __init__(self, context: DecodeContext) -> None:
+        self._context = context
+        self._sessions: set[Session] = set()
+        self._tasks: dict[tuple[Session, str], asyncio.Task[None]] = {}
+        self._draining = False
+        context.engine.after_step(self._flush)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._tasks)
+
+    def drain(self) -> None:
+        """Take no new requests; those under way go on."""
+        self._draining = True
+
+    async def session(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> AsyncIterator[worker_pb2.StepFrame]:
+        """One router's session, until either side ends it. Its requests end with it."""
+        session = Session(self._context.peers.own.incarnation, self._context.peers.layout.transport)
+        self._sessions.add(session)
+        listener = asyncio.create_task(self._listen(session, requests), name="session")
+        try:
+            async for frame in session.frames():
+                yield frame
+        finally:
+            listener.cancel()
+            self._sessions.discard(session)
+            for (owner, _), task in list(self._tasks.items()):
+                if owner is session:
+                    task.cancel()
+
+    async def _listen(self, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        async for message in requests:
+            if message.WhichOneof("action") == "start":
+                self._begin(session, message.start)
+            else:
+                task = self._tasks.get((session, message.abort.request_id))
+                if task is not None:
+                    task.cancel()
+
+    def _begin(self, session: Session, start: worker_pb2.StartRequest) -> None:
+        key = (session, start.request_id)
+        refusal = None
+        if self._draining:
+            refusal = End(error_code=Code.UNAVAILABLE, error_message="the worker is draining")
+        elif key in self._tasks:
+            refusal = End(error_code=Code.ALREADY_EXISTS, error_message=f"request {start.request_id} is running")
+        if refusal is not None:
+            session.add_end(start.request_id, refusal, HandOffReport())
+            session.flush()
+            return
+        task = asyncio.create_task(Request(self._context, start, session).run(), name=f"request {start.request_id}")
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    def _flush(self) -> None:
+        for session in self._sessions:
+            session.flush()

@@ -1,0 +1,271 @@
+"""Composition root of a worker process, whatever its role.
+
+    settings ─▶ model ─▶ KV cache ─▶ engine thread ─┬─▶ role services ─▶ gRPC server ─▶ directory
+                             └─▶ transfer thread ───┘
+
+Three threads do the work: the engine's, the transfer's, and the event loop for everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+import torch
+
+from decode_worker.hand_off import DecodeContext
+from decode_worker.service import DecodeWorker
+from headrace.block_hash import HashRoot
+from headrace.clock import SystemClock
+from headrace.config import Settings
+from headrace.directory.publisher import Publisher
+from headrace.directory.records import Role, WorkerLoad, WorkerRecord
+from headrace.directory.redis_directory import RedisDirectory
+from headrace.engine.block_pool import BlockPool
+from headrace.engine.engine import Engine
+from headrace.engine.kv_cache import KvCache
+from headrace.engine.torch_runner import TorchRunner, choose_dtype
+from headrace.engine.weights.load import load_model
+from headrace.engine_client import EngineClient
+from headrace.errors import InvalidRequest
+from headrace.model_config import ModelFiles
+from headrace.model_store import resolve
+from headrace.rpc.server import RpcServer
+from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kv_transfer.layout import KvLayout
+from kv_transfer.peers import Peers
+from kv_transfer.registry import create_transport
+from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transport import BlockRegion
+from prefill_worker.service import KvExchangeService
+
+log = structlog.get_logger()
+
+_WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+_KV_SERVICE = kv_pb2.DESCRIPTOR.services_by_name["KvExchange"].full_name
+_ENGINE_STOP_TIMEOUT_S = 10.0
+_DRAIN_POLL_S = 0.05
+
+Report = Callable[[str], None]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Status for every role; sessions where the role decodes."""
+
+    def __init__(self, status: Callable[[], Any], decode: DecodeWorker | None) -> None:
+        self._status = status
+        self._decode = decode
+
+    async def Status(
+        self, request: worker_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.StatusResponse:
+        return await self._status()
+
+    async def Session(
+        self, request: AsyncIterator[worker_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.StepFrame]:
+        if self._decode is None:
+            raise InvalidRequest("role", Role.PREFILL, "sessions are held by decode workers")
+        async for frame in self._decode.session(request):
+            yield frame
+
+
+class WorkerProcess:
+    """`start`, then `stop`. `report` is told each stage of the start, for progress displays."""
+
+    def __init__(self, settings: Settings, role: Role, worker_id: str, report: Report = lambda stage: None) -> None:
+        self._settings = settings
+        self._role = role
+        self._worker_id = worker_id
+        self._report = report
+        self._incarnation = secrets.token_hex(8)
+        self._draining = False
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> WorkerRecord:
+        """Load the model, serve, join the directory. Raises HeadraceError saying what is missing."""
+        settings = self._settings
+        torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
+        self._report("obtaining the model")
+        self._files = await asyncio.to_thread(resolve, settings.model.ref, cache_dir=Path(settings.model.cache_dir))
+        self._report("loading the model")
+        await asyncio.to_thread(self._load)
+        self._report("starting the transport")
+        await self._start_transfers()
+        self._report("joining the cluster")
+        await self._serve()
+        record = self._record()
+        log.info("worker serves", role=self._role, address=record.address, incarnation=self._incarnation)
+        return record
+
+    async def stop(self) -> None:
+        """Drain: leave the directory, admit nothing, finish, let held KV be read; then exit."""
+        self._draining = True
+        self._exchange.drain()
+        if self._decode is not None:
+            self._decode.drain()
+        try:
+            async with asyncio.timeout(self._settings.rpc.drain_timeout_s):
+                await self._idle()
+        except TimeoutError:
+            log.warning("drain ran out of time", seconds=self._settings.rpc.drain_timeout_s)
+        await self._publisher.stop()
+        await self._server.stop(1.0)
+        await self._peers.close()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.to_thread(self._engine.thread.stop, _ENGINE_STOP_TIMEOUT_S)
+        await self._transfers.close()
+        await self._directory.close()
+
+    def _load(self) -> None:
+        settings = self._settings
+        dtype = choose_dtype(settings.model.dtype)
+        model = load_model(self._files, dtype)
+        self._cache = KvCache.for_model(self._files.config, settings.engine, dtype)
+        self._runner = TorchRunner(model, self._cache, attention=settings.engine.attention)
+        self._runner.warm_up()
+        pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens)
+        self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())
+
+    async def _start_transfers(self) -> None:
+        kv = self._settings.kv
+        region = BlockRegion(self._cache.address, self._cache.num_blocks, self._cache.block_bytes)
+        self._transfers = TransferThread(lambda: create_transport(kv.transport, self._incarnation, region))
+        await self._transfers.start()
+        self._engine = EngineClient(self._core, self._files.config, self._publish_blocks)
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        services = [_WORKER_SERVICE, _KV_SERVICE]
+        self._server = RpcServer(settings.rpc, services)
+        own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
+        self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc)
+        self._exchange = KvExchangeService(self._engine, self._peers, self._root_digest, self._cache.checksums)
+        self._decode = DecodeWorker(self._decode_context()) if self._role != Role.PREFILL else None
+        kv_pb2_grpc.add_KvExchangeServicer_to_server(self._exchange, self._server.grpc_server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(
+            WorkerService(self._status, self._decode), self._server.grpc_server
+        )
+        own.address = await self._server.start()
+        self._engine.thread.start()
+        self._directory = RedisDirectory(settings.directory)
+        self._publisher = Publisher(self._directory, self._record, settings.directory)
+        await self._publisher.start()
+        await self._server.set_ready(ready=True)
+
+    async def _idle(self) -> None:
+        """Returns when no request, no prompt and no hold is left."""
+        while True:
+            audit = await self._engine.call(lambda engine: engine.audit())
+            busy = self._exchange.num_streams + (self._decode.num_requests if self._decode else 0)
+            if not (busy or audit.held or self._background):
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    def _layout(self) -> KvLayout:
+        config = self._files.config
+        return KvLayout(
+            model_fingerprint=self._files.fingerprint,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._cache.dtype_name,
+            block_size_tokens=self._settings.engine.block_size_tokens,
+            tp_size=1,
+            transport=self._settings.kv.transport,
+        )
+
+    def _decode_context(self) -> DecodeContext:
+        return DecodeContext(
+            engine=self._engine,
+            peers=self._peers,
+            kv=self._settings.kv,
+            clock=SystemClock(),
+            root_digest=self._root_digest,
+            checksums=self._cache.checksums,
+            eos_token_ids=self._files.eos_token_ids,
+            block_size_tokens=self._settings.engine.block_size_tokens,
+            background=self._own,
+        )
+
+    def _root_digest(self, salt: str) -> bytes:
+        return HashRoot(
+            self._files.fingerprint,
+            self._files.tokenizer_fingerprint,
+            self._settings.engine.block_size_tokens,
+            self._cache.dtype_name,
+            salt=salt,
+        ).digest()
+
+    def _own(self, task: asyncio.Task[None]) -> None:
+        """Keep a task that outlives its request; its failure is logged, never lost."""
+        self._background.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background task failed", task=task.get_name(), exc_info=task.exception())
+
+    def _publish_blocks(self, stored: list[bytes], removed: list[bytes]) -> None:
+        self._publisher.add(stored, removed)
+
+    def _record(self) -> WorkerRecord:
+        load = self._core.load()  # plain counters: a torn read is only a stale figure
+        return WorkerRecord(
+            worker_id=self._worker_id,
+            role=self._role,
+            address=self._peers.own.address,
+            incarnation=self._incarnation,
+            model_name=self._settings.model.served_name or self._files.name,
+            model_fingerprint=self._files.fingerprint,
+            tokenizer_fingerprint=self._files.tokenizer_fingerprint,
+            kv_dtype=self._cache.dtype_name,
+            block_size_tokens=self._settings.engine.block_size_tokens,
+            num_blocks=self._cache.num_blocks,
+            max_model_tokens=self._files.config.max_model_tokens,
+            vocab_size=self._files.config.vocab_size,
+            transport=self._settings.kv.transport,
+            draining=self._draining,
+            load=WorkerLoad(
+                running=load.running,
+                waiting=load.waiting,
+                waiting_tokens=load.waiting_tokens,
+                free_blocks=load.free_blocks,
+                cached_blocks=load.cached_blocks,
+            ),
+        )
+
+    async def _status(self) -> worker_pb2.StatusResponse:
+        audit, load = await self._engine.call(lambda engine: (engine.audit(), engine.load()))
+        return worker_pb2.StatusResponse(
+            worker_id=self._worker_id,
+            role=self._role,
+            incarnation=self._incarnation,
+            model=self._settings.model.served_name or self._files.name,
+            running=load.running,
+            waiting=load.waiting,
+            steps=load.steps,
+            prefill_tokens=load.prefill_tokens,
+            output_tokens=load.output_tokens,
+            cached_tokens=load.cached_tokens,
+            transferred_bytes=self._transfers.counters.bytes,
+            transfer_s=self._transfers.counters.seconds,
+            draining=self._draining,
+            blocks=worker_pb2.BlockAccount(
+                total=audit.total,
+                free=audit.free,
+                active=audit.active,
+                cached=audit.cached,
+                held=audit.held,
+                filling=audit.filling,
+                quarantined=audit.quarantined,
+                problems=audit.problems,
+            ),
+        )

@@ -1,0 +1,69 @@
+"""Servers: options, port, health and reflection. One per process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from headrace.config import RpcSettings
+from headrace.errors import Unavailable
+from headrace.rpc.status import ErrorInterceptor
+
+_MIN_PING_INTERVAL_MS = 1000
+
+
+class RpcServer:
+    """A gRPC server with standard health (v1) and reflection. Nobody is SERVING until `set_ready`."""
+
+    def __init__(self, settings: RpcSettings, services: Sequence[str]) -> None:
+        """`services` are full names, for health and reflection. Add servicers to `grpc_server`, then `start`."""
+        self._settings = settings
+        self._services = services
+        self.port = 0
+        self.health = health.aio.HealthServicer()
+        self.grpc_server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=_options(settings))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc_server)
+        reflection.enable_server_reflection(
+            (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc_server
+        )
+
+    async def start(self) -> str:
+        """Bind and serve. Returns the address that others reach this process by."""
+        await self.set_ready(ready=False)
+        wanted = f"{self._settings.host}:{self._settings.port}"
+        try:
+            self.port = self.grpc_server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise Unavailable(f"can not listen on {wanted}: {error}; is the port taken?") from None
+        await self.grpc_server.start()
+        return f"{self._settings.advertise_host or self._settings.host}:{self.port}"
+
+    async def set_ready(self, *, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        state = status.SERVING if ready else status.NOT_SERVING
+        for name in ("", *self._services):
+            await self.health.set(name, state)
+
+    async def stop(self, grace_s: float) -> None:
+        await self.health.enter_graceful_shutdown()
+        await self.grpc_server.stop(grace_s)
+
+
+def _options(settings: RpcSettings) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(settings.keepalive_timeout_s * 1000)),
+        # Idle clients may ping as often as our own channels do; the default answers GOAWAY "too many pings".
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Two processes on one port would each answer half of the calls.
+        ("grpc.so_reuseport", 0),
+    ]
+
+

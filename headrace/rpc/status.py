@@ -1,0 +1,102 @@
+"""The one mapping between `headrace.errors` and gRPC status, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from headrace.errors import Code, DeadlineExceeded, HeadraceError, InternalError, Overloaded, PeerError, WorkerGone
+
+log = structlog.get_logger()
+
+RETRY_AFTER_KEY = "retry-after-ms"
+# Set on every status that a handler of ours chose. An UNAVAILABLE without it came from the connection itself.
+ANSWERED_KEY = "headrace-answered"
+
+
+def status_code(code: Code) -> grpc.StatusCode:
+    return grpc.StatusCode[code.value]
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: HeadraceError) -> None:
+    """End the call with the error's status. Raises, as `context.abort` does."""
+    metadata = [(ANSWERED_KEY, "1")]
+    if isinstance(error, Overloaded):
+        metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
+    context.set_trailing_metadata(tuple(metadata))
+    await context.abort(status_code(error.code), str(error))
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
+    """What a failed call to `peer` means to the caller. A connection that broke is WorkerGone."""
+    code, details = error.code(), error.details() or "no details"
+    answered = any(key == ANSWERED_KEY for key, _ in error.trailing_metadata() or ())
+    if code == grpc.StatusCode.UNAVAILABLE and not answered:
+        return WorkerGone(f"{peer}: {details}")
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{peer}: {details}")
+    known = Code.__members__.get(code.name)
+    return PeerError(known, f"{peer}: {details}") if known else InternalError(f"{peer}: {code.name}: {details}")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a handler raises into a status. A HeadraceError keeps its code; anything else is INTERNAL and logged."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/headrace."):
+            return handler
+        method = handler_call_details.method
+        if handler.response_streaming:
+            behaviour = handler.stream_stream or handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            wrapped: Any = _guard_stream(behaviour, method)
+        else:
+            behaviour, make = handler.unary_unary, grpc.unary_unary_rpc_method_handler
+            wrapped = _guard_unary(behaviour, method)
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _guard_unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except HeadraceError as error:
+            await abort_with(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:  # noqa: BLE001 - the service border
+            await abort_with(context, _unexpected(method))
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except HeadraceError as error:
+            await abort_with(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:  # noqa: BLE001 - the service border
+            await abort_with(context, _unexpected(method))
+
+    return guarded
+
+
+def _unexpected(method: str) -> InternalError:
+    log.exception("handler failed", method=method)
+    return InternalError(f"{method}: unexpected error, see the server's log")

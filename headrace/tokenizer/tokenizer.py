@@ -1,0 +1,94 @@
+"""The tokenizer that the router uses: one form for GGUF files and Hugging Face folders. Loaded once at start, then only read.
+
+Special tokens written out in a text (`<|im_end|>`) become their one id, in chats and in raw prompts, whoever wrote them: that is how
+templates work, and what other servers do. Whoever passes on foreign text and must not let it end a turn has to filter it first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from headrace import gguf_metadata
+from headrace.errors import InvalidRequest, ModelError
+from headrace.model_config import ModelFiles
+from headrace.tokenizer import gguf, hf_folder
+from headrace.tokenizer.chat_template import ChatMessage, ChatTemplate
+from headrace.tokenizer.vocabulary import Vocabulary
+
+_SPECIAL_IN_TEMPLATE = re.compile(r"<\|[A-Za-z0-9_]+\|>")
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """Raises ModelError for a tokenizer that is not supported."""
+    if files.format == "gguf":
+        vocabulary = gguf.read_vocabulary(gguf_metadata.read(files.path))
+    else:
+        vocabulary = hf_folder.read_vocabulary(files.path)
+    return Tokenizer(vocabulary, files.tokenizer_fingerprint)
+
+
+class Tokenizer:
+    """Thread-safe once made. A prompt begins with BOS exactly once if the model wants one, else as the text says."""
+
+    def __init__(self, vocabulary: Vocabulary, fingerprint: str) -> None:
+        self._backend = vocabulary.backend
+        # Control tokens are written out in templates and must be found there; BOS and EOS are ours to add.
+        self._backend.encode_special_tokens = False
+        self._token_bytes = vocabulary.token_bytes
+        self._bos_id = vocabulary.bos_id if vocabulary.adds_bos else None
+        self._template = self._compiled(vocabulary)
+        self.fingerprint = fingerprint
+        self.special_ids = vocabulary.special_ids
+        self.strips_leading_space = vocabulary.strips_leading_space
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have a text. The model's embedding can have more rows than that."""
+        return len(self._token_bytes)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to an answer's text: b"" for control tokens and for ids without a text."""
+        return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Token ids. `add_special`: begin with BOS if the model wants it and the text does not already begin with it."""
+        try:
+            token_ids = self._backend.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError:  # a lone surrogate
+            raise InvalidRequest("prompt", text, "must be valid Unicode text") from None
+        if add_special and self._bos_id is not None and token_ids[:1] != [self._bos_id]:
+            return [self._bos_id, *token_ids]
+        return token_ids
+
+    def apply_chat_template(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The chat as the model's template writes it. Raises InvalidRequest if there is none, or it refuses the chat."""
+        if self._template is None:
+            raise InvalidRequest(
+                "chat", f"{len(messages)} messages", "the model has no chat template; send text instead"
+            )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of a chat that waits for the assistant's answer."""
+        return self.encode(self.apply_chat_template(messages), add_special=True)
+
+    def _compiled(self, vocabulary: Vocabulary) -> ChatTemplate | None:
+        source = vocabulary.chat_template
+        if not source:
+            return None
+        for text in sorted(set(_SPECIAL_IN_TEMPLATE.findall(source))):
+            # A file whose control tokens are marked as ordinary text would let the model see a turn's end in pieces.
+            # A string that is no token at all may stand in a branch for another model: that is not ours to judge.
+            if self._backend.token_to_id(text) is not None and len(self.encode(text, add_special=False)) != 1:
+                raise ModelError(
+                    f"the chat template uses {text!r}, which is a token but is not marked as a control token"
+                )
+        return ChatTemplate(
+            source, bos_token=self._text(vocabulary.bos_id), eos_token=self._text(vocabulary.eos_id)
+        )
+
+    def _text(self, token_id: int | None) -> str:
+        return "" if token_id is None else self._backend.id_to_token(token_id) or ""

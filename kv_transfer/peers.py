@@ -1,0 +1,127 @@
+"""Other workers, as this worker sees them: one connection and one handshake per incarnation.
+
+The decode side opens peers (`connect`), the owner side learns of its readers when they shake hands (`accept`). A new
+incarnation of a worker drops everything of the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from headrace.config import KvSettings, RpcSettings
+from headrace.errors import HeadraceError, WorkerGone
+from headrace.rpc.channel import open_channel
+from headrace.rpc.status import from_rpc_error
+from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
+from kv_transfer.layout import KvLayout
+from kv_transfer.transfer_thread import TransferThread
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A worker we have shaken hands with; its blocks can be read."""
+
+    worker_id: str
+    incarnation: str
+    channel: grpc.aio.Channel
+    stub: kv_pb2_grpc.KvExchangeStub
+
+
+class Peers:
+    """All peers of this worker. Used on the event loop only."""
+
+    def __init__(
+        self, own: worker_pb2.PeerRef, layout: KvLayout, transfers: TransferThread, kv: KvSettings, rpc: RpcSettings
+    ) -> None:
+        self.own = own
+        self.layout = layout
+        self.transfers = transfers
+        self._kv = kv
+        self._rpc = rpc
+        self._opening: dict[str, asyncio.Task[Peer]] = {}
+        self._incarnations: dict[str, str] = {}  # worker id to the incarnation last seen
+
+    async def connect(self, ref: worker_pb2.PeerRef) -> Peer:
+        """The peer in this incarnation, after one handshake that all callers share.
+
+        Raises LayoutMismatch (or PeerError naming the field, when the peer noticed it), WorkerGone, TransferFailed.
+        """
+        task = self._opening.get(ref.incarnation)
+        if task is None:
+            task = asyncio.create_task(self._open(ref), name=f"handshake {ref.worker_id}")
+            self._opening[ref.incarnation] = task
+            task.add_done_callback(lambda done: self._forget_failed(ref.incarnation, done))
+        return await asyncio.shield(task)
+
+    async def accept(self, request: kv_pb2.HandshakeRequest) -> kv_pb2.HandshakeResponse:
+        """A reader introduces itself. Raises WorkerGone or LayoutMismatch."""
+        if request.expected_incarnation != self.own.incarnation:
+            raise WorkerGone(
+                f"{self.own.worker_id} is incarnation {self.own.incarnation}, not {request.expected_incarnation}"
+            )
+        self.layout.check(KvLayout.from_proto(request.layout))
+        ref = request.self
+        await self._replace_incarnation(ref.worker_id, ref.incarnation)
+        await self.transfers.connect(ref.incarnation, request.transport_metadata, self._kv.connect_timeout_s)
+        return kv_pb2.HandshakeResponse(
+            self=self.own, layout=self.layout.to_proto(), transport_metadata=await self.transfers.metadata()
+        )
+
+    async def drop(self, incarnation: str) -> None:
+        """The peer is lost: close its channel, tear its transport down. Every READ from it is over afterwards."""
+        task = self._opening.pop(incarnation, None)
+        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+            await task.result().channel.close()
+        await self.transfers.disconnect(incarnation)
+
+    async def close(self) -> None:
+        for incarnation in list(self._opening):
+            await self.drop(incarnation)
+
+    async def _open(self, ref: worker_pb2.PeerRef) -> Peer:
+        await self._replace_incarnation(ref.worker_id, ref.incarnation)
+        channel = open_channel(ref.address, self._rpc)
+        try:
+            stub = kv_pb2_grpc.KvExchangeStub(channel)
+            answer: kv_pb2.HandshakeResponse = await stub.Handshake(
+                kv_pb2.HandshakeRequest(
+                    self=self.own,
+                    expected_incarnation=ref.incarnation,
+                    layout=self.layout.to_proto(),
+                    transport_metadata=await self.transfers.metadata(),
+                ),
+                timeout=self._kv.connect_timeout_s,
+                wait_for_ready=False,
+            )
+            self.layout.check(KvLayout.from_proto(answer.layout))
+            await self.transfers.connect(ref.incarnation, answer.transport_metadata, self._kv.connect_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            raise from_rpc_error(error, ref.worker_id) from None
+        except BaseException:
+            await channel.close()
+            raise
+        log.info("peer connected", peer=ref.worker_id, incarnation=ref.incarnation, transport=self.layout.transport)
+        return Peer(ref.worker_id, ref.incarnation, channel, stub)
+
+    async def _replace_incarnation(self, worker_id: str, incarnation: str) -> None:
+        old = self._incarnations.get(worker_id)
+        self._incarnations[worker_id] = incarnation
+        if old is not None and old != incarnation:
+            log.info("peer restarted", peer=worker_id, old=old, new=incarnation)
+            await self.drop(old)
+
+    def _forget_failed(self, incarnation: str, task: asyncio.Task[Peer]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            if self._opening.get(incarnation) is task:
+                del self._opening[incarnation]
+            if not task.cancelled():
+                error = task.exception()
+                known = isinstance(error, HeadraceError)
+                log.warning("handshake failed", incarnation=incarnation, error=str(error), exc_info=None if known else error)

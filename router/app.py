@@ -1,0 +1,96 @@
+"""Composition root of the router process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import structlog
+
+from headrace.config import Settings
+from headrace.directory.redis_directory import RedisDirectory
+from headrace.directory.view import DirectoryView
+from headrace.directory.watcher import Watcher
+from headrace.model_store import resolve
+from headrace.rpc.server import RpcServer
+from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
+from headrace.tokenizer import load_tokenizer
+from router.dispatch import Dispatcher
+from router.policy import load_policy
+from router.requests import RequestParser, ServedModel
+from router.service import InferenceService
+from router.sessions import Sessions
+
+log = structlog.get_logger()
+
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_READINESS_INTERVAL_S = 0.1
+
+
+def served_model(settings: Settings) -> ServedModel:
+    """Obtain the model's files and load its tokenizer. Raises ModelError."""
+    files = resolve(settings.model.ref, cache_dir=Path(settings.model.cache_dir))
+    limit = settings.model.max_model_tokens or files.config.max_model_tokens
+    return ServedModel(
+        name=settings.model.served_name or files.name,
+        files=files,
+        tokenizer=load_tokenizer(files),
+        max_model_tokens=min(limit, files.config.max_model_tokens),
+    )
+
+
+class Router:
+    """`start`, then `wait` until `stop` is called; used by the command line and by tests."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stopping = asyncio.Event()
+        self.view = DirectoryView()
+        self.address = ""
+
+    async def start(self) -> str:
+        """Serve. Returns the public address."""
+        settings = self._settings
+        model = served_model(settings)
+        self._directory = RedisDirectory(settings.directory)
+        self._watcher = Watcher(self._directory, self.view, settings.directory)
+        self._watching = asyncio.create_task(self._watcher.run(), name="directory watcher")
+        self._sessions = Sessions(settings.rpc, self.view.mark_gone)
+        self.dispatcher = Dispatcher(
+            self.view, self._sessions, load_policy(settings.router.policy), model, settings.router.max_inflight_requests
+        )
+        parser = RequestParser(model, settings.router.max_prompt_bytes)
+        service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)
+        self._server = RpcServer(settings.rpc, [_SERVICE])
+        inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc_server)
+        self.address = await self._server.start()
+        self._readiness = asyncio.create_task(self._report_readiness(model), name="readiness")
+        log.info("router serves", address=self.address, model=model.name)
+        return self.address
+
+    async def wait(self) -> None:
+        await self._stopping.wait()
+
+    async def stop(self) -> None:
+        """Refuse new requests, let running ones end within the drain time, leave nothing behind."""
+        self._stopping.set()
+        await self._server.stop(self._settings.rpc.drain_timeout_s)
+        for task in (self._readiness, self._watching):
+            task.cancel()
+        await asyncio.gather(self._readiness, self._watching, return_exceptions=True)
+        await self._sessions.close()
+        await self._directory.close()
+
+    async def _report_readiness(self, model: ServedModel) -> None:
+        """SERVING while some decode worker of the model is alive."""
+        ready = False
+        while True:
+            now_ready = any(
+                record.model_fingerprint == model.files.fingerprint and record.role != "prefill" and not record.draining
+                for record in self.view.workers.values()
+            )
+            if now_ready != ready:
+                ready = now_ready
+                await self._server.set_ready(ready=ready)
+                log.info("router readiness", ready=ready)
+            await asyncio.sleep(_READINESS_INTERVAL_S)

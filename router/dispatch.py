@@ -1,0 +1,213 @@
+"""One request through the fleet: snapshot, policy, session with the chosen decode worker, text out.
+
+The way of the text: token ids ─▶ bytes ─▶ whole characters ─▶ stop strings ─▶ update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import structlog
+
+from headrace.block_hash import HashRoot, block_hashes
+from headrace.directory.records import Role, WorkerRecord
+from headrace.directory.view import DirectoryView
+from headrace.errors import Overloaded, Unavailable, WorkerGone
+from headrace.rpc.convert import sampling_to_proto
+from headrace.rpc.v1 import worker_pb2
+from headrace.sampling_params import FinishReason
+from headrace.tokenizer import IncrementalDetokenizer
+from router.ledger import Charge, Ledger
+from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView
+from router.requests import GenerationRequest, ServedModel
+from router.sessions import AnswerStream, Delta, Sessions, WorkerSession
+
+log = structlog.get_logger()
+
+_MAX_DISPATCHES = 3  # decode workers tried before the first token
+_ABORT_TIMEOUT_S = 2.0
+
+
+@dataclass(slots=True)
+class Update:
+    """New text and tokens; the last one has `finish_reason` and `end`."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    end: worker_pb2.SequenceEnd | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """Times of one request on this process's monotonic clock, and what was produced."""
+
+    arrived_at: float = field(default_factory=time.monotonic)
+    planned_at: float = 0.0
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
+    num_output_tokens: int = 0
+    plan: Plan | None = None
+
+
+class Dispatcher:
+    """Used on the event loop only."""
+
+    def __init__(self, view: DirectoryView, sessions: Sessions, policy: Policy, model: ServedModel, max_inflight: int) -> None:
+        self.ledger = Ledger()
+        self.num_inflight = 0
+        self._view = view
+        self._sessions = sessions
+        self._policy = policy
+        self._model = model
+        self._max_inflight = max_inflight
+        self._num_requests = 0
+
+    async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncIterator[Update]:
+        """Updates until the answer ends. Raises HeadraceError. Closing the iterator cancels the request."""
+        if self.num_inflight >= self._max_inflight:
+            raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
+        self.num_inflight += 1
+        try:
+            plan, session = await self._place(request)
+            progress.plan, progress.planned_at = plan, time.monotonic()
+            with self.ledger.charged(plan, len(request.token_ids)) as charge:
+                stream = session.start(_start_message(request, plan))
+                try:
+                    async for update in self._updates(request, session, stream, charge, progress):
+                        yield update
+                finally:
+                    session.abort(request.id)  # nothing, when it has ended
+                    session.forget(request.id)
+        finally:
+            self.num_inflight -= 1
+
+    async def _place(self, request: GenerationRequest) -> tuple[Plan, WorkerSession]:
+        """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again."""
+        for _ in range(_MAX_DISPATCHES):
+            self._num_requests += 1
+            cluster = self._snapshot(request)
+            plan = self._policy(RequestView(len(request.token_ids), self._num_requests), cluster)
+            worker = plan.decode
+            try:
+                session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
+            except WorkerGone as error:
+                log.warning("decode worker unreachable", request_id=request.label, error=str(error))
+                continue
+            log.debug("planned", request_id=request.label, plan=plan.explanation)
+            return plan, session
+        raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")
+
+    def _snapshot(self, request: GenerationRequest) -> ClusterView:
+        """The workers that can serve this model with one another, and what each has of this prompt."""
+        records = [
+            record
+            for record in self._view.workers.values()
+            if record.model_fingerprint == self._model.files.fingerprint and not record.draining
+        ]
+        layouts = Counter((record.block_size_tokens, record.kv_dtype, record.transport) for record in records)
+        if not layouts:
+            raise Unavailable(f"no worker that serves {self._model.name!r} is alive")
+        layout = layouts.most_common(1)[0][0]
+        block_size, kv_dtype, _ = layout
+        root = HashRoot(
+            self._model.files.fingerprint,
+            self._model.files.tokenizer_fingerprint,
+            block_size,
+            kv_dtype,
+            salt=request.cache_salt,
+        )
+        matched = self._view.index.match(block_hashes(root, request.token_ids))
+        peers = [
+            (record.role, self._worker_view(record, matched.get(record.worker_id, 0)))
+            for record in records
+            if (record.block_size_tokens, record.kv_dtype, record.transport) == layout
+        ]
+        decode = tuple(view for role, view in peers if role in (Role.DECODE, Role.BOTH))
+        if not decode:
+            raise Unavailable(f"no decode worker that serves {self._model.name!r} is alive")
+        return ClusterView(prefill=tuple(view for role, view in peers if role == Role.PREFILL), decode=decode)
+
+    def _worker_view(self, record: WorkerRecord, matched_blocks: int) -> WorkerView:
+        return WorkerView(
+            worker_id=record.worker_id,
+            incarnation=record.incarnation,
+            address=record.address,
+            cached_tokens=matched_blocks * record.block_size_tokens,
+            pending_prefill_tokens=self.ledger.pending_prefill_tokens[record.incarnation],
+            active_tokens=self.ledger.active_tokens[record.incarnation],
+            capacity_tokens=record.num_blocks * record.block_size_tokens,
+        )
+
+    async def _updates(
+        self, request: GenerationRequest, session: WorkerSession, stream: AnswerStream, charge: Charge, progress: Progress
+    ) -> AsyncIterator[Update]:
+        text = IncrementalDetokenizer(self._model.tokenizer, request.sampling.stop_strings)
+        while True:
+            delta = await stream.next()
+            if delta.token_ids and not progress.first_token_at:
+                progress.first_token_at = time.monotonic()
+                charge.prefilled()
+            token_ids, piece = _push(text, delta.token_ids, stops=bool(request.sampling.stop_strings))
+            progress.num_output_tokens += len(token_ids)
+            charge.generated(len(token_ids))
+            if text.stopped:
+                end = delta.end or await _aborted(session, stream)
+                yield _last(piece, token_ids, FinishReason.STOP, end, progress)
+                return
+            if delta.end is not None:
+                reason = FinishReason(delta.end.finish_reason)
+                yield _last(piece + text.finish(), token_ids, reason, delta.end, progress)
+                return
+            if token_ids:
+                yield Update(piece, token_ids)
+
+
+def _last(
+    text: str, token_ids: list[int], reason: FinishReason, end: worker_pb2.SequenceEnd, progress: Progress
+) -> Update:
+    progress.ended_at = time.monotonic()
+    return Update(text, token_ids, reason, end)
+
+
+def _push(text: IncrementalDetokenizer, token_ids: list[int], *, stops: bool) -> tuple[list[int], str]:
+    """Tokens up to the one that completed a stop string, and the text they released."""
+    if not stops:
+        return token_ids, text.push(token_ids)
+    pieces: list[str] = []
+    for position, token_id in enumerate(token_ids, start=1):
+        pieces.append(text.push([token_id]))
+        if text.stopped:
+            return token_ids[:position], "".join(pieces)
+    return token_ids, "".join(pieces)
+
+
+async def _aborted(session: WorkerSession, stream: AnswerStream) -> worker_pb2.SequenceEnd:
+    """A stop string ended the answer: stop the worker, and take its report with its last delta."""
+    session.abort(stream.request_id)
+    delta = Delta()
+    try:
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            while delta.end is None:
+                delta = await stream.take()
+    except (TimeoutError, WorkerGone):
+        return worker_pb2.SequenceEnd()  # the answer is whole without it
+    return delta.end
+
+
+def _start_message(request: GenerationRequest, plan: Plan) -> worker_pb2.StartRequest:
+    return worker_pb2.StartRequest(
+        request_id=request.id,
+        token_ids=request.token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        timeout_s=request.timeout_s,
+        cache_salt=request.cache_salt,
+        prefill_workers=[
+            worker_pb2.PeerRef(worker_id=worker.worker_id, address=worker.address, incarnation=worker.incarnation)
+            for worker in plan.prefill
+        ],
+    )

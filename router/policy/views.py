@@ -1,0 +1,56 @@
+"""What a policy sees and what it answers. Plain data: no I/O, no clock; randomness only through the request's seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    num_prompt_tokens: int
+    seed: int  # for ties
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker at this moment. Loads are the router's own ledger: counted at selection, not when metrics arrive."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    cached_tokens: int  # of this request's prompt, by the prefix index
+    pending_prefill_tokens: int  # uncached prompt tokens that this router has sent it and that are not computed yet
+    active_tokens: int  # tokens of the requests that it decodes for this router
+    capacity_tokens: int  # of its KV pool
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """Workers that can take requests now."""
+
+    prefill: tuple[WorkerView, ...]
+    decode: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`prefill` is the first choice and its alternates; empty: the decode worker prefills itself."""
+
+    decode: WorkerView
+    prefill: tuple[WorkerView, ...]
+    explanation: tuple[str, ...]  # one line per candidate: its terms, and why the winner won
+
+    @property
+    def predicted_cached_tokens(self) -> int:
+        """What the worker that prefills is predicted to find in its cache."""
+        return self.prefill[0].cached_tokens if self.prefill else self.decode.cached_tokens
+
+
+class Policy(Protocol):
+    def __call__(self, request: RequestView, cluster: ClusterView) -> Plan:
+        """Choose among `cluster.decode` (never empty) and `cluster.prefill` (may be empty)."""
+        ...
+
+
+MAX_ALTERNATES = 2

@@ -1,0 +1,137 @@
+"""From a public request to token ids and validated sampling. Every limit is checked here, before anything is queued."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+
+from headrace.errors import InvalidRequest, NotFound
+from headrace.model_config import ModelFiles
+from headrace.rpc.v1 import inference_pb2
+from headrace.sampling_params import SamplingParams, check_token_ids, validate
+from headrace.tokenizer import ChatMessage, Tokenizer
+
+_ROLES = ("system", "user", "assistant")
+_MAX_LABEL_BYTES = 256
+_TOKENIZE_INLINE_BYTES = 16 << 10  # larger texts are tokenized off the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model of this deployment."""
+
+    name: str
+    files: ModelFiles
+    tokenizer: Tokenizer
+    max_model_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request that can be sent to a worker as it is."""
+
+    id: str  # ours: unique in the deployment
+    label: str  # the caller's
+    token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str
+    timeout_s: float
+
+
+class RequestParser:
+    """Checks and converts public messages for one model."""
+
+    def __init__(self, model: ServedModel, max_prompt_bytes: int) -> None:
+        self._model = model
+        self._max_prompt_bytes = max_prompt_bytes
+
+    async def generation(self, message: inference_pb2.GenerateRequest, timeout_s: float) -> GenerationRequest:
+        """Raises InvalidRequest naming the field, or NotFound for another model."""
+        self.check_model(message.model)
+        if len(message.request_id.encode()) > _MAX_LABEL_BYTES:
+            raise InvalidRequest("request_id", message.request_id, f"at most {_MAX_LABEL_BYTES} bytes")
+        token_ids = await self._prompt(message)
+        internal_id = uuid.uuid4().hex
+        return GenerationRequest(
+            id=internal_id,
+            label=message.request_id or internal_id,
+            token_ids=token_ids,
+            sampling=self._sampling(message.sampling, len(token_ids)),
+            cache_salt="",
+            timeout_s=timeout_s,
+        )
+
+    async def tokenize(self, message: inference_pb2.TokenizeRequest) -> list[int]:
+        self.check_model(message.model)
+        match message.WhichOneof("input"):
+            case "text":
+                return await self._encode_text(message.text)
+            case "chat":
+                return await self._encode_chat(message.chat)
+            case _:
+                raise InvalidRequest("input", None, "one of text and chat must be set")
+
+    def check_model(self, name: str) -> None:
+        if name and name != self._model.name:
+            raise NotFound(f"model {name!r} is not served here; this deployment serves {self._model.name!r}")
+
+    async def _prompt(self, message: inference_pb2.GenerateRequest) -> list[int]:
+        match message.WhichOneof("input"):
+            case "text":
+                token_ids = await self._encode_text(message.text)
+            case "chat":
+                token_ids = await self._encode_chat(message.chat)
+            case "token_ids":
+                token_ids = list(message.token_ids.ids)
+                check_token_ids("token_ids", token_ids, self._model.tokenizer.vocab_size)
+            case _:
+                raise InvalidRequest("input", None, "one of text, chat and token_ids must be set")
+        if not token_ids:
+            raise InvalidRequest("prompt", 0, "the prompt has no tokens, and needs at least 1")
+        return token_ids
+
+    async def _encode_text(self, text: str) -> list[int]:
+        size = self._check_size("text", text)
+        encode = self._model.tokenizer.encode
+        if size <= _TOKENIZE_INLINE_BYTES:
+            return encode(text, add_special=True)
+        return await asyncio.to_thread(lambda: encode(text, add_special=True))
+
+    async def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
+        if not chat.messages:
+            raise InvalidRequest("chat.messages", 0, "at least one message")
+        for position, entry in enumerate(chat.messages):
+            if entry.role not in _ROLES:
+                raise InvalidRequest(f"chat.messages[{position}].role", entry.role, f"one of {', '.join(_ROLES)}")
+        messages = [ChatMessage(role=entry.role, content=entry.content) for entry in chat.messages]
+        size = sum(self._check_size("chat", entry.content) for entry in messages)
+        if size <= _TOKENIZE_INLINE_BYTES:
+            return self._model.tokenizer.encode_chat(messages)
+        return await asyncio.to_thread(self._model.tokenizer.encode_chat, messages)
+
+    def _check_size(self, field: str, text: str) -> int:
+        size = len(text.encode())
+        if size > self._max_prompt_bytes:
+            raise InvalidRequest(field, f"{size} bytes", f"at most {self._max_prompt_bytes} bytes")
+        return size
+
+    def _sampling(self, message: inference_pb2.SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        limit = self._model.max_model_tokens
+        given = {
+            name: getattr(message, name)
+            for name in ("temperature", "top_k", "top_p", "seed", "ignore_eos")
+            if message.HasField(name)
+        }
+        params = SamplingParams(
+            max_tokens=message.max_tokens if message.HasField("max_tokens") else max(1, limit - num_prompt_tokens),
+            stop_token_ids=tuple(message.stop_token_ids),
+            stop_strings=tuple(message.stop),
+            **given,
+        )
+        return validate(
+            params,
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_tokens=limit,
+            vocab_size=self._model.tokenizer.vocab_size,
+        )

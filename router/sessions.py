@@ -1,0 +1,195 @@
+"""The router's sessions with decode workers: one stream per worker incarnation, all requests multiplexed on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+
+from headrace.config import RpcSettings
+from headrace.errors import Code, HeadraceError, PeerError, WorkerGone
+from headrace.rpc.channel import open_channel
+from headrace.rpc.status import from_rpc_error
+from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger()
+
+_CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Delta:
+    """What came for one request since it was last asked for. The last one has `end`."""
+
+    token_ids: list[int] = field(default_factory=list)
+    end: worker_pb2.SequenceEnd | None = None
+
+
+class AnswerStream:
+    """One request's deltas. A consumer that is slow gets them merged, so what is kept is bounded by the answer."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._delta = Delta()
+        self._error: HeadraceError | None = None
+        self._ready = asyncio.Event()
+
+    def push(self, message: worker_pb2.SequenceDelta) -> None:
+        self._delta.token_ids.extend(message.token_ids)
+        if message.HasField("end"):
+            self._delta.end = message.end
+        self._ready.set()
+
+    def fail(self, error: HeadraceError) -> None:
+        self._error = error
+        self._ready.set()
+
+    async def take(self) -> Delta:
+        """Waits for news and returns it as it came, an error end included. Raises WorkerGone when the session broke."""
+        await self._ready.wait()
+        delta, self._delta = self._delta, Delta()
+        if self._error is None:
+            self._ready.clear()
+        elif not (delta.token_ids or delta.end):
+            raise self._error
+        return delta
+
+    async def next(self) -> Delta:
+        """As `take`, but a sequence that failed raises its error, after all its tokens were given out."""
+        delta = await self.take()
+        if delta.end is not None and delta.end.error_code:
+            error = PeerError(Code(delta.end.error_code), delta.end.error_message)
+            if not delta.token_ids:
+                raise error
+            self.fail(error)
+            delta.end = None
+        return delta
+
+
+class WorkerSession:
+    """An open session. `lost` is set once it has ended; its requests have failed by then."""
+
+    def __init__(self, worker_id: str, incarnation: str, channel: grpc.aio.Channel) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.lost = False
+        self._channel = channel
+        self._call = worker_pb2_grpc.WorkerStub(channel).Session()
+        self._streams: dict[str, AnswerStream] = {}
+        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()  # bounded by admission
+
+    async def open(self) -> None:
+        """Wait for the worker's first frame. Raises WorkerGone."""
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                frame = await self._call.read()
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            await self.close()
+            raise WorkerGone(f"no session with {self.worker_id}: {_reason(error)}") from None
+        if frame is grpc.aio.EOF or frame.incarnation != self.incarnation:
+            await self.close()
+            raise WorkerGone(f"{self.worker_id} is no longer incarnation {self.incarnation}")
+
+    async def run(self) -> None:
+        """Carry messages both ways until the stream ends; then fail what is left."""
+        writer = asyncio.create_task(self._write(), name=f"session writer {self.worker_id}")
+        error: HeadraceError = WorkerGone(f"decode worker {self.worker_id} ended its session")
+        try:
+            async for frame in self._call:
+                for delta in frame.deltas:
+                    stream = self._streams.get(delta.request_id)
+                    if stream is not None:
+                        stream.push(delta)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = from_rpc_error(rpc_error, f"decode worker {self.worker_id}")
+        finally:
+            self.lost = True
+            writer.cancel()
+            for stream in self._streams.values():
+                stream.fail(error)
+            await self.close()
+
+    def start(self, start: worker_pb2.StartRequest) -> AnswerStream:
+        """Send a request. Its deltas come to the stream until `forget`. Raises WorkerGone."""
+        if self.lost:
+            raise WorkerGone(f"decode worker {self.worker_id} was lost")
+        stream = self._streams[start.request_id] = AnswerStream(start.request_id)
+        self._outgoing.put_nowait(worker_pb2.SessionRequest(start=start))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Tell the worker to stop. The stream still gets the sequence's end."""
+        if not self.lost:
+            self._outgoing.put_nowait(
+                worker_pb2.SessionRequest(abort=worker_pb2.AbortRequest(request_id=request_id))
+            )
+
+    def forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._call.write(await self._outgoing.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reading side sees why and fails the requests
+
+
+class Sessions:
+    """All sessions, opened when first needed and shared by all requests."""
+
+    def __init__(self, rpc: RpcSettings, on_lost: Callable[[str, str], None]) -> None:
+        """`on_lost(worker_id, incarnation)` is called when a session ends or can not be opened."""
+        self._rpc = rpc
+        self._on_lost = on_lost
+        self._opening: dict[str, asyncio.Task[WorkerSession]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def get(self, worker_id: str, incarnation: str, address: str) -> WorkerSession:
+        """The session with this incarnation. Raises WorkerGone."""
+        task = self._opening.get(incarnation)
+        if task is None or (task.done() and (task.exception() or task.result().lost)):
+            task = asyncio.create_task(self._open(worker_id, incarnation, address), name=f"open session {worker_id}")
+            self._opening[incarnation] = task
+        try:
+            return await asyncio.shield(task)
+        except WorkerGone:
+            self._opening.pop(incarnation, None)
+            raise
+
+    async def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _open(self, worker_id: str, incarnation: str, address: str) -> WorkerSession:
+        session = WorkerSession(worker_id, incarnation, open_channel(address, self._rpc))
+        try:
+            await session.open()
+        except WorkerGone:
+            self._on_lost(worker_id, incarnation)
+            raise
+        task = asyncio.create_task(session.run(), name=f"session {worker_id}")
+        self._running.add(task)
+        task.add_done_callback(lambda done: self._ended(session, done))
+        return session
+
+    def _ended(self, session: WorkerSession, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._opening.pop(session.incarnation, None)
+        if not task.cancelled():
+            log.warning("decode worker lost", worker=session.worker_id, incarnation=session.incarnation)
+            self._on_lost(session.worker_id, session.incarnation)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or error.code().name
+    return f"no answer within {_CONNECT_TIMEOUT_S:g} s"
