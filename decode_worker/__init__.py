@@ -1,1 +1,1 @@
-"""The decode role: owns requests, pulls their KV from prefill workers, decodes in a continuous batch, streams tokens."""
+"""The decode role: owns requests, pulls their KV from prefill workers, decodes in a continuous batch, streams."""

@@ -3,9 +3,9 @@
     ask ─▶ started ─▶ reserve own blocks ─▶ pull what is announced, while later chunks compute ─▶ complete
                                                     first token: told to the caller the moment it comes
 
-Four things run side by side: following the stream, reserving, pulling, renewing the lease. The first that fails ends the
-attempt. Whatever happens, no block goes back to the pool while a READ may still write into it, and the lease is
-released only when all READs are over.
+Three things run side by side: following the stream, pulling into reserved blocks, renewing the lease. The first that
+fails ends the attempt. Whatever happens, no block goes back to the pool while a READ may still write into it, and the
+lease is released only when all READs are over.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,6 @@ class DecodeContext:
     checksums: Callable[[list[int]], list[int]]
     eos_token_ids: frozenset[int]
     block_size_tokens: int
-
     background: Callable[[asyncio.Task[None]], None]  # owns tasks that outlive their request
 
 
@@ -78,8 +78,8 @@ class HandOff:
     async def run(self, on_first_token: Callable[[int], bool]) -> int | None:
         """Bring the KV here and let the sequence join the decode batch.
 
-        `on_first_token(token)` is called as soon as the token arrives and returns whether the answer goes on. Returns the
-        first token, or None when it ended the answer (then nothing was adopted). Raises HeadraceError.
+        `on_first_token(token)` is called as soon as the token arrives and returns whether the answer goes on. Returns
+        the first token, or None when it ended the answer (then nothing was adopted). Raises HeadraceError.
         """
         sequence = self._task.sequence
         peer = await self._context.peers.connect(self._ref)
@@ -177,7 +177,9 @@ class HandOff:
         try:
             stats = await asyncio.wait_for(asyncio.shield(transfer.done), timeout_s)
         except TimeoutError:
-            raise TransferFailed(f"READ of {len(indices)} blocks from {peer.worker_id} took over {timeout_s:g} s") from None
+            raise TransferFailed(
+                f"READ of {len(indices)} blocks from {peer.worker_id} took over {timeout_s:g} s"
+            ) from None
         self._check_lease(peer)
         await self._verify(indices, local_ids)
         self.report.blocks_moved += len(indices)
@@ -187,7 +189,9 @@ class HandOff:
     async def _verify(self, indices: list[int], local_ids: list[int]) -> None:
         if not self._context.kv.checksum:
             return
-        for index, found in zip(indices, await asyncio.to_thread(self._context.checksums, local_ids), strict=True):
+        for index, found in zip(
+            indices, await asyncio.to_thread(self._context.checksums, local_ids), strict=True
+        ):
             if found != self._announced[index][1]:
                 raise TransferFailed(f"checksum of prompt block {index} differs from the prefill worker's")
 
@@ -228,13 +232,11 @@ class HandOff:
         self._context.engine.post(lambda engine: engine.settle(self._task.sequence.id))
         if not self._asked:
             return
-        try:
+        with suppress(grpc.aio.AioRpcError):  # gone, or the hold is over already: expiry frees it
             await peer.stub.Release(
                 kv_pb2.ReleaseRequest(lease_id=self._lease_id, incarnation=peer.incarnation),
                 timeout=self._context.kv.lease_ttl_s,
             )
-        except grpc.aio.AioRpcError:
-            pass  # gone, or the hold is over already: expiry frees it
 
     def _request(self) -> kv_pb2.PrefillRequest:
         sequence = self._task.sequence

@@ -4,7 +4,7 @@
              │        └ failed: the next one ─ … ─┐
              └─▶ prefilled here ◀─────────────────┘ ─▶ decoding ─▶ ended
 
-Every token is delivered once, whichever attempt produced it: a later attempt starts from prompt plus what was delivered.
+Every token is delivered once, whichever attempt produced it: a later one starts from prompt plus what was delivered.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Request:
             end = End(error_code=Code.CANCELLED, error_message="cancelled")
         except HeadraceError as error:
             end = End(error_code=error.code, error_message=str(error))
-        except Exception:  # noqa: BLE001 - one request fails, the worker goes on
+        except Exception:  # one request fails, the worker goes on
             log.exception("request failed", request_id=self._start.request_id)
         finally:
             self._report.failed_attempts = self._num_failed_attempts
@@ -61,7 +61,10 @@ class Request:
             self._session.flush()
 
     async def _answer(self) -> FinishReason:
-        if self._start.prefill_workers and await self._num_uncached_tokens() >= self._context.kv.min_remote_tokens:
+        if (
+            self._start.prefill_workers
+            and await self._num_uncached_tokens() >= self._context.kv.min_remote_tokens
+        ):
             for ref in self._start.prefill_workers:
                 try:
                     return await self._through(ref)
@@ -105,7 +108,9 @@ class Request:
         try:
             return await self._finished
         finally:
-            self._context.engine.post(lambda engine: engine.abort(sequence.id))  # nothing, when it has finished
+            self._context.engine.post(
+                lambda engine: engine.abort(sequence.id)
+            )  # nothing, when it has finished
 
     def _sequence(self) -> Sequence:
         """A new attempt, from all tokens known so far."""
@@ -151,6 +156,6 @@ class Request:
         return finish_reason(self._sampling, token_id, num_output, self._context.eos_token_ids)
 
 
-class _AttemptFailed(Exception):  # noqa: N818 - control flow within this module
+class _AttemptFailed(Exception):  # control flow within this module
     def __init__(self, cause: HeadraceError) -> None:
         self.cause = cause

@@ -34,7 +34,9 @@ class DecodeWorker:
         """Take no new requests; those under way go on."""
         self._draining = True
 
-    async def session(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> AsyncIterator[worker_pb2.StepFrame]:
+    async def session(
+        self, requests: AsyncIterator[worker_pb2.SessionRequest]
+    ) -> AsyncIterator[worker_pb2.StepFrame]:
         """One router's session, until either side ends it. Its requests end with it."""
         session = Session(self._context.peers.own.incarnation, self._context.peers.layout.transport)
         self._sessions.add(session)
@@ -64,12 +66,16 @@ class DecodeWorker:
         if self._draining:
             refusal = End(error_code=Code.UNAVAILABLE, error_message="the worker is draining")
         elif key in self._tasks:
-            refusal = End(error_code=Code.ALREADY_EXISTS, error_message=f"request {start.request_id} is running")
+            refusal = End(
+                error_code=Code.ALREADY_EXISTS, error_message=f"request {start.request_id} is running"
+            )
         if refusal is not None:
             session.add_end(start.request_id, refusal, HandOffReport())
             session.flush()
             return
-        task = asyncio.create_task(Request(self._context, start, session).run(), name=f"request {start.request_id}")
+        task = asyncio.create_task(
+            Request(self._context, start, session).run(), name=f"request {start.request_id}"
+        )
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 

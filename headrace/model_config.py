@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -53,3 +53,8 @@ class ModelFiles:
     fingerprint: str
     tokenizer_fingerprint: str
     eos_token_ids: frozenset[int]
+
+    def with_limit(self, max_model_tokens: int) -> ModelFiles:
+        """The same model, serving at most this many tokens per sequence; 0: what it declares."""
+        limit = min(max_model_tokens or self.config.max_model_tokens, self.config.max_model_tokens)
+        return replace(self, config=replace(self.config, max_model_tokens=limit))

@@ -37,7 +37,12 @@ class Peers:
     """All peers of this worker. Used on the event loop only."""
 
     def __init__(
-        self, own: worker_pb2.PeerRef, layout: KvLayout, transfers: TransferThread, kv: KvSettings, rpc: RpcSettings
+        self,
+        own: worker_pb2.PeerRef,
+        layout: KvLayout,
+        transfers: TransferThread,
+        kv: KvSettings,
+        rpc: RpcSettings,
     ) -> None:
         self.own = own
         self.layout = layout
@@ -100,14 +105,18 @@ class Peers:
                 wait_for_ready=False,
             )
             self.layout.check(KvLayout.from_proto(answer.layout))
-            await self.transfers.connect(ref.incarnation, answer.transport_metadata, self._kv.connect_timeout_s)
+            await self.transfers.connect(
+                ref.incarnation, answer.transport_metadata, self._kv.connect_timeout_s
+            )
         except grpc.aio.AioRpcError as error:
             await channel.close()
             raise from_rpc_error(error, ref.worker_id) from None
         except BaseException:
             await channel.close()
             raise
-        log.info("peer connected", peer=ref.worker_id, incarnation=ref.incarnation, transport=self.layout.transport)
+        log.info(
+            "peer connected", peer=ref.worker_id, incarnation=ref.incarnation, transport=self.layout.transport
+        )
         return Peer(ref.worker_id, ref.incarnation, channel, stub)
 
     async def _replace_incarnation(self, worker_id: str, incarnation: str) -> None:
@@ -124,4 +133,9 @@ class Peers:
             if not task.cancelled():
                 error = task.exception()
                 known = isinstance(error, HeadraceError)
-                log.warning("handshake failed", incarnation=incarnation, error=str(error), exc_info=None if known else error)
+                log.warning(
+                    "handshake failed",
+                    incarnation=incarnation,
+                    error=str(error),
+                    exc_info=None if known else error,
+                )

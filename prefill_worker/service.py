@@ -1,7 +1,7 @@
 """KvExchange: what a worker does for its readers.
 
-    handshake ─▶ Prefill ─▶ started ─▶ blocks ready … ─▶ first token ─▶ (reads go on) ─▶ Release
-                    └ stream ends early: the computation stops; the hold waits for Release or expiry
+handshake ─▶ Prefill ─▶ started ─▶ blocks ready … ─▶ first token ─▶ (reads go on) ─▶ Release
+                └ stream ends early: the computation stops; the hold waits for Release or expiry
 """
 
 from __future__ import annotations
@@ -111,9 +111,12 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
                 raise DeadlineExceeded("the prompt was not computed before the request's deadline") from None
             match event:
                 case Started():
-                    yield kv_pb2.PrefillEvent(started=kv_pb2.PrefillStarted(cached_tokens=event.num_cached_tokens))
+                    yield kv_pb2.PrefillEvent(
+                        started=kv_pb2.PrefillStarted(cached_tokens=event.num_cached_tokens)
+                    )
                 case BlocksReady():
-                    yield kv_pb2.PrefillEvent(blocks_ready=await self._announcement(event, with_checksums=with_checksums))
+                    blocks = await self._announcement(event, with_checksums=with_checksums)
+                    yield kv_pb2.PrefillEvent(blocks_ready=blocks)
                 case NewToken():
                     yield kv_pb2.PrefillEvent(first_token=kv_pb2.FirstToken(token_id=event.token_id))
                     return
@@ -124,7 +127,9 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
 
     async def _announcement(self, event: BlocksReady, *, with_checksums: bool) -> kv_pb2.BlocksReady:
         checksums = await asyncio.to_thread(self._checksums, event.block_ids) if with_checksums else []
-        return kv_pb2.BlocksReady(first_index=event.first_index, block_ids=event.block_ids, checksums=checksums)
+        return kv_pb2.BlocksReady(
+            first_index=event.first_index, block_ids=event.block_ids, checksums=checksums
+        )
 
     def _check_incarnation(self, expected: str) -> None:
         own = self._peers.own

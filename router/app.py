@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import structlog
 
@@ -29,22 +28,22 @@ _READINESS_INTERVAL_S = 0.1
 
 def served_model(settings: Settings) -> ServedModel:
     """Obtain the model's files and load its tokenizer. Raises ModelError."""
-    files = resolve(settings.model.ref, cache_dir=Path(settings.model.cache_dir))
-    limit = settings.model.max_model_tokens or files.config.max_model_tokens
+    files = resolve(settings.model.ref, cache_dir=settings.model.cache_dir).with_limit(
+        settings.model.max_model_tokens
+    )
     return ServedModel(
         name=settings.model.served_name or files.name,
         files=files,
         tokenizer=load_tokenizer(files),
-        max_model_tokens=min(limit, files.config.max_model_tokens),
+        max_model_tokens=files.config.max_model_tokens,
     )
 
 
 class Router:
-    """`start`, then `wait` until `stop` is called; used by the command line and by tests."""
+    """`start`, then `stop`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._stopping = asyncio.Event()
         self.view = DirectoryView()
         self.address = ""
 
@@ -57,7 +56,11 @@ class Router:
         self._watching = asyncio.create_task(self._watcher.run(), name="directory watcher")
         self._sessions = Sessions(settings.rpc, self.view.mark_gone)
         self.dispatcher = Dispatcher(
-            self.view, self._sessions, load_policy(settings.router.policy), model, settings.router.max_inflight_requests
+            self.view,
+            self._sessions,
+            load_policy(settings.router.policy),
+            model,
+            settings.router.max_inflight_requests,
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes)
         service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)
@@ -68,12 +71,8 @@ class Router:
         log.info("router serves", address=self.address, model=model.name)
         return self.address
 
-    async def wait(self) -> None:
-        await self._stopping.wait()
-
     async def stop(self) -> None:
         """Refuse new requests, let running ones end within the drain time, leave nothing behind."""
-        self._stopping.set()
         await self._server.stop(self._settings.rpc.drain_timeout_s)
         for task in (self._readiness, self._watching):
             task.cancel()
@@ -86,7 +85,9 @@ class Router:
         ready = False
         while True:
             now_ready = any(
-                record.model_fingerprint == model.files.fingerprint and record.role != "prefill" and not record.draining
+                record.model_fingerprint == model.files.fingerprint
+                and record.role != "prefill"
+                and not record.draining
                 for record in self.view.workers.values()
             )
             if now_ready != ready:

@@ -57,7 +57,9 @@ class Progress:
 class Dispatcher:
     """Used on the event loop only."""
 
-    def __init__(self, view: DirectoryView, sessions: Sessions, policy: Policy, model: ServedModel, max_inflight: int) -> None:
+    def __init__(
+        self, view: DirectoryView, sessions: Sessions, policy: Policy, model: ServedModel, max_inflight: int
+    ) -> None:
         self.ledger = Ledger()
         self.num_inflight = 0
         self._view = view
@@ -144,7 +146,12 @@ class Dispatcher:
         )
 
     async def _updates(
-        self, request: GenerationRequest, session: WorkerSession, stream: AnswerStream, charge: Charge, progress: Progress
+        self,
+        request: GenerationRequest,
+        session: WorkerSession,
+        stream: AnswerStream,
+        charge: Charge,
+        progress: Progress,
     ) -> AsyncIterator[Update]:
         text = IncrementalDetokenizer(self._model.tokenizer, request.sampling.stop_strings)
         while True:
@@ -207,7 +214,9 @@ def _start_message(request: GenerationRequest, plan: Plan) -> worker_pb2.StartRe
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
         prefill_workers=[
-            worker_pb2.PeerRef(worker_id=worker.worker_id, address=worker.address, incarnation=worker.incarnation)
+            worker_pb2.PeerRef(
+                worker_id=worker.worker_id, address=worker.address, incarnation=worker.incarnation
+            )
             for worker in plan.prefill
         ],
     )

@@ -103,7 +103,9 @@ class RequestParser:
             raise InvalidRequest("chat.messages", 0, "at least one message")
         for position, entry in enumerate(chat.messages):
             if entry.role not in _ROLES:
-                raise InvalidRequest(f"chat.messages[{position}].role", entry.role, f"one of {', '.join(_ROLES)}")
+                raise InvalidRequest(
+                    f"chat.messages[{position}].role", entry.role, f"one of {', '.join(_ROLES)}"
+                )
         messages = [ChatMessage(role=entry.role, content=entry.content) for entry in chat.messages]
         size = sum(self._check_size("chat", entry.content) for entry in messages)
         if size <= _TOKENIZE_INLINE_BYTES:
@@ -124,7 +126,9 @@ class RequestParser:
             if message.HasField(name)
         }
         params = SamplingParams(
-            max_tokens=message.max_tokens if message.HasField("max_tokens") else max(1, limit - num_prompt_tokens),
+            max_tokens=message.max_tokens
+            if message.HasField("max_tokens")
+            else max(1, limit - num_prompt_tokens),
             stop_token_ids=tuple(message.stop_token_ids),
             stop_strings=tuple(message.stop),
             **given,

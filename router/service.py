@@ -37,7 +37,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         progress = Progress()
         remaining_s = context.time_remaining()
-        parsed = await self._parser.generation(request, self._default_timeout_s if remaining_s is None else remaining_s)
+        parsed = await self._parser.generation(
+            request, self._default_timeout_s if remaining_s is None else remaining_s
+        )
         outcome = "cancelled"
         try:
             async for update in self._dispatcher.generate(parsed, progress):
@@ -66,7 +68,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.TokenizeResponse(token_ids=await self._parser.tokenize(request))
 
 
-def _response(request: GenerationRequest, update: Update, progress: Progress) -> inference_pb2.GenerateResponse:
+def _response(
+    request: GenerationRequest, update: Update, progress: Progress
+) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
         request_id=request.label, text=update.text, token_ids=update.token_ids
     )

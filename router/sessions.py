@@ -156,7 +156,9 @@ class Sessions:
         """The session with this incarnation. Raises WorkerGone."""
         task = self._opening.get(incarnation)
         if task is None or (task.done() and (task.exception() or task.result().lost)):
-            task = asyncio.create_task(self._open(worker_id, incarnation, address), name=f"open session {worker_id}")
+            task = asyncio.create_task(
+                self._open(worker_id, incarnation, address), name=f"open session {worker_id}"
+            )
             self._opening[incarnation] = task
         try:
             return await asyncio.shield(task)

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import Any, Protocol
 
 import uvloop
 
-
-class Runnable(Protocol):
-    async def start(self) -> Any: ...
-
-    async def stop(self) -> None: ...
+from headrace.cluster.hosted import Runnable
+from headrace.cluster.process import ProcessSpec, build, prepare
 
 
-def run_in_foreground(process: Runnable) -> None:
-    """Start, wait for a signal, stop. Raises what `start` raises."""
-    uvloop.run(_until_signal(process))
+def run_in_foreground(spec: ProcessSpec) -> None:
+    """Start, wait for a signal, stop. Raises what the start raises."""
+    prepare(spec)
+    uvloop.run(_until_signal(spec))
 
 
-async def _until_signal(process: Runnable) -> None:
+async def _until_signal(spec: ProcessSpec) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
     def on_signal(signum: signal.Signals) -> None:
         stop.set()
-        loop.remove_signal_handler(signum)  # the next one has its default effect
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)  # the next one has its default effect
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, on_signal, signum)
+    process: Runnable = build(spec, lambda stage: None)
     await process.start()
     await stop.wait()
     await process.stop()

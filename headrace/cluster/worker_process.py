@@ -12,7 +12,6 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,6 +22,7 @@ from decode_worker.hand_off import DecodeContext
 from decode_worker.service import DecodeWorker
 from headrace.block_hash import HashRoot
 from headrace.clock import SystemClock
+from headrace.cluster.hosted import Report
 from headrace.config import Settings
 from headrace.directory.publisher import Publisher
 from headrace.directory.records import Role, WorkerLoad, WorkerRecord
@@ -34,7 +34,6 @@ from headrace.engine.torch_runner import TorchRunner, choose_dtype
 from headrace.engine.weights.load import load_model
 from headrace.engine_client import EngineClient
 from headrace.errors import InvalidRequest
-from headrace.model_config import ModelFiles
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -51,8 +50,6 @@ _WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _KV_SERVICE = kv_pb2.DESCRIPTOR.services_by_name["KvExchange"].full_name
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
-
-Report = Callable[[str], None]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -79,7 +76,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 class WorkerProcess:
     """`start`, then `stop`. `report` is told each stage of the start, for progress displays."""
 
-    def __init__(self, settings: Settings, role: Role, worker_id: str, report: Report = lambda stage: None) -> None:
+    def __init__(
+        self, settings: Settings, role: Role, worker_id: str, report: Report = lambda stage: None
+    ) -> None:
         self._settings = settings
         self._role = role
         self._worker_id = worker_id
@@ -88,12 +87,13 @@ class WorkerProcess:
         self._draining = False
         self._background: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> WorkerRecord:
-        """Load the model, serve, join the directory. Raises HeadraceError saying what is missing."""
+    async def start(self) -> str:
+        """Load the model, serve, join the directory. Returns the address. Raises HeadraceError."""
         settings = self._settings
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         self._report("obtaining the model")
-        self._files = await asyncio.to_thread(resolve, settings.model.ref, cache_dir=Path(settings.model.cache_dir))
+        files = await asyncio.to_thread(resolve, settings.model.ref, cache_dir=settings.model.cache_dir)
+        self._files = files.with_limit(settings.model.max_model_tokens)
         self._report("loading the model")
         await asyncio.to_thread(self._load)
         self._report("starting the transport")
@@ -102,7 +102,7 @@ class WorkerProcess:
         await self._serve()
         record = self._record()
         log.info("worker serves", role=self._role, address=record.address, incarnation=self._incarnation)
-        return record
+        return record.address
 
     async def stop(self) -> None:
         """Drain: leave the directory, admit nothing, finish, let held KV be read; then exit."""
@@ -146,7 +146,9 @@ class WorkerProcess:
         self._server = RpcServer(settings.rpc, services)
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
         self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc)
-        self._exchange = KvExchangeService(self._engine, self._peers, self._root_digest, self._cache.checksums)
+        self._exchange = KvExchangeService(
+            self._engine, self._peers, self._root_digest, self._cache.checksums
+        )
         self._decode = DecodeWorker(self._decode_context()) if self._role != Role.PREFILL else None
         kv_pb2_grpc.add_KvExchangeServicer_to_server(self._exchange, self._server.grpc_server)
         worker_pb2_grpc.add_WorkerServicer_to_server(

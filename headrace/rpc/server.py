@@ -65,5 +65,3 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
         # Two processes on one port would each answer half of the calls.
         ("grpc.so_reuseport", 0),
     ]
-
-

@@ -8,7 +8,15 @@ from typing import Any
 import grpc
 import structlog
 
-from headrace.errors import Code, DeadlineExceeded, HeadraceError, InternalError, Overloaded, PeerError, WorkerGone
+from headrace.errors import (
+    Code,
+    DeadlineExceeded,
+    HeadraceError,
+    InternalError,
+    Overloaded,
+    PeerError,
+    WorkerGone,
+)
 
 log = structlog.get_logger()
 
@@ -39,7 +47,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{peer}: {details}")
     known = Code.__members__.get(code.name)
-    return PeerError(known, f"{peer}: {details}") if known else InternalError(f"{peer}: {code.name}: {details}")
+    return (
+        PeerError(known, f"{peer}: {details}") if known else InternalError(f"{peer}: {code.name}: {details}")
+    )
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -82,7 +92,9 @@ def _guard_unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Calla
     return guarded
 
 
-def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _guard_stream(
+    behaviour: Callable[..., AsyncIterator[Any]], method: str
+) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             async for response in behaviour(request, context):

@@ -1,4 +1,4 @@
-"""Least predicted work, cached prefix counted: for prefill, tokens in front of the first token; for decode, tokens held.
+"""Least predicted work, cached prefix counted: for prefill, tokens before the first token; for decode, tokens held.
 
     prefill cost(P) = pending prefill tokens on P + prompt tokens that P does not have
     decode cost(D)  = (active tokens on D + prompt tokens that D lacks) / capacity of D

@@ -20,7 +20,9 @@ class WorkerView:
     incarnation: str
     address: str
     cached_tokens: int  # of this request's prompt, by the prefix index
-    pending_prefill_tokens: int  # uncached prompt tokens that this router has sent it and that are not computed yet
+    pending_prefill_tokens: (
+        int  # uncached prompt tokens that this router has sent it and that are not computed yet
+    )
     active_tokens: int  # tokens of the requests that it decodes for this router
     capacity_tokens: int  # of its KV pool
 

@@ -1,0 +1,5 @@
+"""The command line: `headrace …`."""
+
+from headrace.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,317 @@
+"""The commands. `headrace --help` shows them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+from contextlib import ExitStack, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.cli.client import Answer, Client
+from headrace.cli.options import (
+    DEFAULT_PORT,
+    AddressOption,
+    ConfigOption,
+    MaxTokensOption,
+    ModelOption,
+    SeedOption,
+    SetOption,
+    TemperatureOption,
+    TimeoutOption,
+    router_address,
+    settings_from,
+)
+from headrace.cli.progress import cluster_progress, console, obtain_model
+from headrace.cluster.process import Kind, ProcessSpec
+from headrace.cluster.running import RunningCluster, announce, find_running
+from headrace.config import Settings
+from headrace.errors import Code, HeadraceError, InvalidRequest
+from headrace.model_store import list_models, resolve
+from headrace.rpc.v1 import inference_pb2
+from headrace.tokenizer import ChatMessage
+
+app = typer.Typer(
+    help="LLM serving with prefill and decode on separate pools.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+models = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+app.add_typer(models, name="model")
+output = Console()
+
+PrefillCount = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")]
+DecodeCount = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
+
+
+def main() -> None:
+    """Entry point. An error of ours is one line and an exit status: 2 for wrong input, else 1."""
+    try:
+        app()
+    except HeadraceError as error:
+        console.print(f"[bold red]{error.code.value}[/] {escape(str(error))}", highlight=False)
+        sys.exit(2 if error.code == Code.INVALID_ARGUMENT else 1)
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    *, show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False
+) -> None:
+    if show_version:
+        output.print(version("headrace"))
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    prefill: PrefillCount = 1,
+    decode: DecodeCount = 1,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Start a cluster on this machine, stream two answers from it, show what moved, stop it."""
+    from headrace.cli.demo import run_demo
+
+    _stop_on_sigterm()
+    run_demo(settings_from(config, assignments, model), prefill, decode)
+
+
+@app.command()
+def up(
+    prefill: PrefillCount = 1,
+    decode: DecodeCount = 1,
+    model: ModelOption = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the public API. 0: any free one.")
+    ] = DEFAULT_PORT,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Keep a cluster running on this machine until Ctrl-C."""
+    from headrace.cluster.local_cluster import LocalCluster
+
+    settings = settings_from(config, assignments, model)
+    cluster_name, cache_dir = settings.directory.cluster, settings.model.cache_dir
+    running = find_running(cache_dir, cluster_name)
+    if running is not None:
+        raise InvalidRequest(
+            "directory.cluster",
+            cluster_name,
+            f"a cluster of this name runs already (process {running.pid}, router {running.router});"
+            " stop it or take another name",
+        )
+    _stop_on_sigterm()
+    obtain_model(settings.model.ref, cache_dir)
+    with ExitStack() as stack:
+        with cluster_progress() as on_stage:
+            cluster = LocalCluster(
+                settings, num_prefill=prefill, num_decode=decode, port=port, on_stage=on_stage
+            )
+            stack.enter_context(cluster)
+        stack.callback(console.print, "[dim]draining and stopping[/]")
+        running = RunningCluster(cluster.router_address, cluster.directory_url, os.getpid())
+        stack.callback(announce(running, cache_dir, cluster_name).unlink, missing_ok=True)
+        _describe(running, cluster.folder / "logs")
+        _wait_for_signal()
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The question; with --raw, text to be continued.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = None,
+    timeout_s: TimeoutOption = 600.0,
+    address: AddressOption = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Ask once; the answer streams to standard output."""
+    settings = settings_from(config, assignments)
+    with Client(router_address(address, settings)) as client:
+        client.wait_until_reachable()
+        question = prompt if raw else [ChatMessage(role="user", content=prompt)]
+        _stream(client, question, _sampling(max_tokens, temperature, seed), timeout_s)
+
+
+@app.command()
+def chat(
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = None,
+    timeout_s: TimeoutOption = 600.0,
+    address: AddressOption = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Talk to a model. An empty line or Ctrl-D ends it."""
+    settings = settings_from(config, assignments)
+    messages = [ChatMessage(role="system", content=system)] if system else []
+    with Client(router_address(address, settings)) as client:
+        client.wait_until_reachable()
+        while question := _read_line():
+            messages.append(ChatMessage(role="user", content=question))
+            try:
+                answer = _stream(client, messages, _sampling(max_tokens, temperature, seed), timeout_s)
+            except HeadraceError as error:
+                messages.pop()
+                console.print(f"[bold red]{error.code.value}[/] {escape(str(error))}", highlight=False)
+                continue
+            messages.append(ChatMessage(role="assistant", content=answer.text))
+            if answer.last is not None:
+                usage, timings = answer.last.usage, answer.last.timings
+                console.print(
+                    f"[dim]{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached,"
+                    f" {usage.completion_tokens} new, first after {1000 * timings.time_to_first_token_s:.0f} ms[/]",
+                    highlight=False,
+                )
+
+
+@app.command()
+def status(config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Show workers, roles, load and cache use."""
+    from headrace.cli.status import status_table
+
+    settings = settings_from(config, assignments)
+    running = find_running(settings.model.cache_dir, settings.directory.cluster)
+    if running is not None:
+        directory = settings.directory.model_copy(update={"url": running.directory_url})
+        settings = settings.model_copy(update={"directory": directory})
+    output.print(status_table(settings))
+
+
+IdOption = Annotated[
+    str | None,
+    typer.Option(
+        "--id", help="Name in the directory. Default: the role and a random suffix.", show_default=False
+    ),
+]
+
+
+@app.command()
+def router(config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Run one router in the foreground, without Ray."""
+    settings = settings_from(config, assignments)
+    if settings.rpc.port == 0:
+        settings = settings.model_copy(update={"rpc": settings.rpc.model_copy(update={"port": DEFAULT_PORT})})
+    _run("router", "router", settings)
+
+
+@app.command()
+def prefill(
+    worker_id: IdOption = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Run one prefill worker in the foreground, without Ray."""
+    _run("prefill", worker_id, settings_from(config, assignments, model))
+
+
+@app.command()
+def decode(
+    worker_id: IdOption = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Run one decode worker in the foreground, without Ray."""
+    _run("decode", worker_id, settings_from(config, assignments, model))
+
+
+@models.command("list")
+def list_() -> None:
+    """Models that Headrace knows by name."""
+    settings = settings_from(None, None)
+    table = Table("name", "description", "license", "size", "on this machine")
+    for model in list_models(settings.model.cache_dir):
+        where = str(model.path) if model.cached else "no"
+        table.add_row(model.name, model.description, model.license, f"{model.size_bytes / 1e6:.0f} MB", where)
+    output.print(table)
+
+
+@models.command()
+def pull(ref: Annotated[str, typer.Argument(help="Catalogue name or hub name.")]) -> None:
+    """Fetch a model, or check the one that is here."""
+    output.print(str(obtain_model(ref, settings_from(None, None).model.cache_dir).path), highlight=False)
+
+
+@models.command()
+def show(ref: Annotated[str, typer.Argument(help="Catalogue name, file, folder or hub name.")]) -> None:
+    """What a model is."""
+    files = resolve(ref, cache_dir=settings_from(None, None).model.cache_dir)
+    table = Table(show_header=False, title=files.name, title_justify="left")
+    rows = {
+        "path": files.path,
+        "format": files.format,
+        "fingerprint": files.fingerprint,
+        **_config_rows(files.config),
+    }
+    for name, value in {**rows, "end tokens": sorted(files.eos_token_ids)}.items():
+        table.add_row(name, escape(str(value)))
+    output.print(table)
+
+
+def _config_rows(model_config: object) -> dict[str, object]:
+    return {name: getattr(model_config, name) for name in model_config.__slots__}  # type: ignore[attr-defined]
+
+
+def _run(kind: Kind, name: str | None, settings: Settings) -> None:
+    from headrace.cluster.foreground import run_in_foreground
+
+    run_in_foreground(ProcessSpec(name or f"{kind}-{secrets.token_hex(4)}", kind, settings))
+
+
+def _stream(
+    client: Client, prompt: str | list[ChatMessage], sampling: inference_pb2.SamplingParams, timeout_s: float
+) -> Answer:
+    answer = Answer()
+    for piece in client.generate(prompt, sampling, answer, timeout_s):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return answer
+
+
+def _sampling(max_tokens: int | None, temperature: float, seed: int | None) -> inference_pb2.SamplingParams:
+    return inference_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+def _read_line() -> str:
+    try:
+        return input("› ").strip()
+    except EOFError:
+        return ""
+
+
+def _describe(running: RunningCluster, logs: Path) -> None:
+    console.print(f"\nrouter     [bold]{running.router}[/]   (gRPC, headrace.v1.Inference)", highlight=False)
+    console.print(f"directory  {running.directory_url}\nlogs       {logs}", highlight=False)
+    console.print("[dim]In another terminal: headrace chat. Ctrl-C stops it.[/]")
+
+
+def _stop_on_sigterm() -> None:
+    """SIGTERM unwinds as Ctrl-C does, so that what was started is stopped."""
+
+    def on_signal(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, on_signal)
+
+
+def _wait_for_signal() -> None:
+    _stop_on_sigterm()  # Ray has put its own handler there
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()

@@ -1,0 +1,88 @@
+"""`headrace status`: what the directory knows and what each worker says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from rich.table import Table
+
+from headrace.config import Settings
+from headrace.directory.records import WorkerRecord
+from headrace.directory.redis_directory import RedisDirectory
+from headrace.rpc.channel import open_channel
+from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
+
+_TIMEOUT_S = 3.0
+
+
+def status_table(settings: Settings) -> Table:
+    """One row per worker. Raises Unavailable when the directory can not be reached."""
+    return asyncio.run(_collect(settings))
+
+
+async def _collect(settings: Settings) -> Table:
+    directory = RedisDirectory(settings.directory)
+    try:
+        records = sorted(await directory.workers(), key=lambda record: record.worker_id)
+    finally:
+        await directory.close()
+    answers = await asyncio.gather(*(_ask(record, settings) for record in records))
+    table = Table(
+        title=f"cluster {settings.directory.cluster!r}: {len(records)} workers", title_justify="left"
+    )
+    for column in (
+        "worker",
+        "role",
+        "state",
+        "model",
+        "running",
+        "waiting",
+        "KV used",
+        "cached",
+        "held",
+        "address",
+    ):
+        table.add_column(column)
+    for record, answer in zip(records, answers, strict=True):
+        table.add_row(*_row(record, answer))
+    return table
+
+
+async def _ask(record: WorkerRecord, settings: Settings) -> worker_pb2.StatusResponse | None:
+    async with open_channel(record.address, settings.rpc) as channel:
+        try:
+            return await worker_pb2_grpc.WorkerStub(channel).Status(
+                worker_pb2.StatusRequest(), timeout=_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return None
+
+
+def _row(record: WorkerRecord, answer: worker_pb2.StatusResponse | None) -> list[str]:
+    if answer is None:
+        return [
+            record.worker_id,
+            record.role,
+            "[red]no answer[/]",
+            record.model_name,
+            *["-"] * 5,
+            record.address,
+        ]
+    blocks = answer.blocks
+    state = "draining" if answer.draining else "serving"
+    if blocks.problems:
+        state = f"[red]{'; '.join(blocks.problems)}[/]"
+    used = blocks.total - blocks.free - blocks.cached
+    return [
+        record.worker_id,
+        record.role,
+        state,
+        record.model_name,
+        str(answer.running),
+        str(answer.waiting),
+        f"{used}/{blocks.total} ({100 * used / max(1, blocks.total):.0f} %)",
+        str(blocks.cached),
+        str(blocks.held),
+        record.address,
+    ]

@@ -1,0 +1,124 @@
+"""A whole cluster on this machine: Redis or Valkey, Ray, a router, workers. Each is a process of its own.
+
+start: model ─▶ directory server ─▶ Ray ─▶ router and workers side by side ─▶ address
+stop:  the same backwards, whatever happened
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import ray
+
+from headrace.cluster import placement
+from headrace.cluster.placement import PlacedProcess
+from headrace.cluster.process import Kind, ProcessSpec
+from headrace.cluster.redis_server import RedisServer
+from headrace.config import Settings
+
+_START_TIMEOUT_S = 180.0
+_OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
+
+OnStage = Callable[[str, str], None]
+
+
+class LocalCluster:
+    """Use as a context manager. The model has to be on this machine's disk already."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        num_prefill: int,
+        num_decode: int,
+        port: int = 0,
+        on_stage: OnStage = lambda name, stage: None,
+    ) -> None:
+        """`port`: of the public API, 0 for any free one. `on_stage(name, stage)` is told the progress of the start."""
+        self._settings = settings
+        self._kinds: list[Kind] = [*["prefill"] * num_prefill, *["decode"] * num_decode]
+        self._port = port
+        self._on_stage = on_stage
+        self._cleanup = ExitStack()
+        self.placed: dict[str, PlacedProcess] = {}
+        self.worker_addresses: dict[str, str] = {}
+        self.router_address = ""
+        self.directory_url = ""
+        self.folder = Path()
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            self._start()
+        except BaseException:
+            self._cleanup.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._cleanup.close()
+
+    def _start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+        self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self._on_stage("directory", "starting")
+        server = self._cleanup.enter_context(RedisServer())
+        self.directory_url = server.url
+        self._on_stage("directory", "serving")
+        self._start_ray()
+        specs = self._specs()
+        for spec in specs:
+            # The router shares whatever is idle; a worker has a core's worth reserved.
+            bundle = {"CPU": 0.01 if spec.kind == "router" else 1.0}
+            self.placed[spec.name] = placement.place(spec, [bundle])
+        placed = list(self.placed.values())
+        self._cleanup.callback(placement.stop, placed, self._settings.rpc.drain_timeout_s)
+        addresses = placement.wait_until_serving(placed, _START_TIMEOUT_S, self._on_stage)
+        self.worker_addresses = dict(zip(self.placed, addresses, strict=True))
+        self.router_address = self.worker_addresses.pop("router")
+
+    def _start_ray(self) -> None:
+        self._on_stage("ray", "starting")
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self._cleanup.callback(ray.shutdown)
+        ray.init(
+            address="local",
+            num_cpus=len(self._kinds) + 1,  # more workers than cores share them
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=str(self.folder / "ray"),
+        )
+        self._on_stage("ray", "serving")
+
+    def _specs(self) -> list[ProcessSpec]:
+        logs = self.folder / "logs"
+        logs.mkdir()
+        directory = self._settings.directory.model_copy(update={"url": self.directory_url})
+        settings = self._settings.model_copy(update={"directory": directory})
+        rpc = settings.rpc.model_copy(update={"port": self._port})
+        specs = [
+            ProcessSpec("router", "router", settings.model_copy(update={"rpc": rpc}), (), logs / "router.log")
+        ]
+        shares = core_shares(sorted(os.sched_getaffinity(0)), len(self._kinds))
+        counts: dict[Kind, int] = {}
+        for kind, cores in zip(self._kinds, shares, strict=True):
+            name = f"{kind}-{counts.get(kind, 0)}"
+            counts[kind] = counts.get(kind, 0) + 1
+            specs.append(ProcessSpec(name, kind, settings, cores, logs / f"{name}.log"))
+        return specs
+
+
+def core_shares(cores: list[int], num_workers: int) -> list[tuple[int, ...]]:
+    """Disjoint cores for each worker where there are enough, else one core each, shared as evenly as possible."""
+    if num_workers <= 0:
+        return []
+    each = max(1, len(cores) // num_workers)
+    return [
+        tuple(cores[(worker * each + i) % len(cores)] for i in range(each)) for worker in range(num_workers)
+    ]

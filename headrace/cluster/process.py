@@ -1,0 +1,63 @@
+"""What one process is to be, and how to build it: the same for the command line, Ray actors and tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headrace.cluster.hosted import Report, Runnable
+from headrace.config import Settings
+from headrace.telemetry import configure_logging
+
+Kind = Literal["router", "prefill", "decode", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """`cores` empty: wherever the operating system puts it. `log_file` None: standard error."""
+
+    name: str  # worker id, or "router"
+    kind: Kind
+    settings: Settings
+    cores: tuple[int, ...] = ()
+    log_file: Path | None = None
+
+
+def prepare(spec: ProcessSpec) -> None:
+    """Once per process, before `build`: logging, cores, what UCX reads from the environment."""
+    configure_logging(spec.settings.log_level, spec.name, spec.log_file)
+    _bind(spec.cores)
+    if spec.kind != "router":
+        from kv_transfer.nixl_transport import ucx_environment
+
+        for name, value in ucx_environment().items():
+            os.environ.setdefault(name, value)
+
+
+def build(spec: ProcessSpec, report: Report) -> Runnable:
+    """The process, not yet started. Imports torch only for a worker."""
+    if spec.kind == "router":
+        from router.app import Router
+
+        return Router(spec.settings)
+    report("importing torch")
+    from headrace.cluster.worker_process import WorkerProcess
+    from headrace.directory.records import Role
+
+    return WorkerProcess(spec.settings, Role(spec.kind), spec.name, report)
+
+
+def _bind(cores: Sequence[int]) -> None:
+    """Keep all threads of this process, those to come included, on `cores`: an OpenMP team that shares a core with
+    another process waits a whole scheduler slice at each barrier.
+    """
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(thread.name), cores)
+        except ProcessLookupError:  # ended meanwhile
+            continue
