@@ -1,7 +1,8 @@
 """Settings of one process: typed, frozen, in small sections; built once at the composition root and passed down.
 
 Order of precedence, later wins: defaults here, a YAML file (`--config`), `HEADRACE_SECTION__FIELD` in the environment,
-`--set section.field=value`. Unknown keys are errors. Units are in the names. The only module that reads the environment.
+`--set section.field=value`. Unknown keys are errors. Units are in the names. The only module that reads the
+environment.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DEFAULT_CACHE_DIR = Path("~/.cache/headrace")
 _ENV_PREFIX = "HEADRACE_"
 
 Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
@@ -132,7 +133,9 @@ class Settings(_Section):
     def describe(self) -> dict[str, Any]:
         """Effective settings as plain data for the start-up log, with the password in the directory's URL masked."""
         shown = self.model_dump(mode="json")
-        shown["directory"]["url"] = re.sub(r"(//[^/@]*:)[^/]*@", r"\1***@", self.directory.url)
+        # Before the host (user:password@), where the password may hold colons, or as a parameter behind it.
+        url = re.sub(r"(//[^/:@]*:)[^/]*@", r"\1***@", self.directory.url)
+        shown["directory"]["url"] = re.sub(r"([?&]password=)[^&]*", r"\1***", url)
         return shown
 
 
@@ -166,8 +169,9 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Pairs of dotted key and text. Other names with our prefix are left alone: Kubernetes sets HEADRACE_ROUTER_PORT and
-    the like for a service called headrace-router.
+    """Pairs of dotted key and text. Other names with our prefix are left alone.
+
+    Kubernetes sets HEADRACE_ROUTER_PORT and the like for a service called headrace-router.
     """
     pairs: list[tuple[str, str]] = []
     for name, value in environment.items():
@@ -192,6 +196,9 @@ def _validated(merged: dict[str, Any]) -> Settings:
         return Settings.model_validate(merged)
     except ValidationError as error:
         first = error.errors()[0]
-        unknown = first["type"] == "extra_forbidden"
-        requirement = "there is no such setting" if unknown else first["msg"]
-        raise InvalidRequest(".".join(map(str, first["loc"])), first.get("input"), requirement) from None
+        key = ".".join(map(str, first["loc"]))
+        if (
+            first["type"] == "extra_forbidden"
+        ):  # the value stays out of it: a misspelt key can hold a password
+            raise InvalidRequest("setting", key, "there is no such setting") from None
+        raise InvalidRequest(key, first.get("input"), first["msg"]) from None

@@ -21,7 +21,7 @@ Nothing here imports gRPC, torch or asyncio.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Code(StrEnum):
@@ -43,6 +43,17 @@ class HeadraceError(Exception):
 
     code: ClassVar[Code] = Code.INTERNAL
     retryable: ClassVar[bool] = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled whole between processes, whatever arguments the class takes.
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(cls: type[HeadraceError], args: tuple[Any, ...], attributes: dict[str, Any]) -> HeadraceError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class InvalidRequest(HeadraceError):

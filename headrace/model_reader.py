@@ -1,6 +1,7 @@
-"""From a GGUF file or a Hugging Face folder to `ModelFiles`: config, end tokens, fingerprints. Called by `headrace.model_store`.
+"""From a GGUF file or a Hugging Face folder to `ModelFiles`: config, end tokens, fingerprints.
 
-Only what the engine computes exactly is accepted; anything else is a ModelError that names the setting and what is supported.
+Called by `headrace.model_store`. Only what the engine computes exactly is accepted; anything else is a ModelError that
+names the setting and what is supported.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from headrace.model_fingerprint import tokenizer_fingerprint, weights_fingerprin
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>")
 # Mistral without a sliding window computes exactly what Llama does.
 _HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+_MAX_SAFETENSORS_INDEX_BYTES = 100_000_000  # the limit of the safetensors library
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -29,6 +31,7 @@ def read_gguf(path: Path, name: str) -> ModelFiles:
     """Raises ModelError for a file that is damaged or of a model that is not supported."""
     metadata = gguf_metadata.read(path)
     config = _gguf_config(metadata)
+    tokens = metadata.get_list("tokenizer.ggml.tokens", str)
     index = "\n".join(f"{t.name} {t.type_id} {t.shape} {t.offset}" for t in metadata.tensors.values())
     return ModelFiles(
         name=name,
@@ -39,7 +42,7 @@ def read_gguf(path: Path, name: str) -> ModelFiles:
         tokenizer_fingerprint=tokenizer_fingerprint(
             {key: value for key, value in metadata.fields.items() if key.startswith("tokenizer.")}
         ),
-        eos_token_ids=_checked_ids(_gguf_eos_ids(metadata), config.vocab_size),
+        eos_token_ids=_checked_ids(_gguf_eos_ids(metadata, tokens), config.vocab_size),
     )
 
 
@@ -94,8 +97,8 @@ def _gguf_rope_scaling(metadata: GgufMetadata, head_dim: int, rope_theta: float)
         )
     if "rope_freqs.weight" not in metadata.tensors:
         return None
-    # Llama 3: the file holds the divisor of each frequency, not the rule behind it. All published models use one rule with
-    # different factors, so the factor is read off and the rule is verified.
+    # Llama 3: the file holds the divisor of each frequency, not the rule behind it. All published models use one rule
+    # with different factors, so the factor is read off and the rule is verified.
     divisors = metadata.read_f32("rope_freqs.weight")
     scaling = RopeScaling("llama3", float(divisors.max()))
     if divisors.shape != (head_dim // 2,) or not np.allclose(
@@ -116,17 +119,16 @@ def _llama3_divisors(scaling: RopeScaling, head_dim: int, rope_theta: float) -> 
     return 1 / ((1 - smooth) / scaling.factor + smooth)
 
 
-def _gguf_eos_ids(metadata: GgufMetadata) -> set[int]:
+def _gguf_eos_ids(metadata: GgufMetadata, tokens: list[str]) -> set[int]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ids = {token_id for key in keys if (token_id := metadata.find(key, int)) is not None}
     template = metadata.find("tokenizer.chat_template", str) or ""
-    tokens = metadata.get("tokenizer.ggml.tokens", list)
     return ids | {tokens.index(token) for token in _END_OF_TURN if token in template and token in tokens}
 
 
 def read_folder(path: Path, name: str) -> ModelFiles:
     """Raises ModelError for a folder that lacks a file, or of a model that is not supported."""
-    raw = _json_file(path / "config.json")
+    raw = read_json(path / "config.json")
     config = _hf_config(raw, name)
     weight_files = sorted(path.glob("*.safetensors"))
     if not weight_files:
@@ -171,7 +173,7 @@ def _hf_config(raw: dict[str, Any], name: str) -> ModelConfig:
             ),
             name,
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{name}: config.json lacks a field or has one of the wrong type: {error}") from None
 
 
@@ -216,21 +218,33 @@ def _hf_rope_scaling(rope: dict[str, Any], name: str) -> RopeScaling | None:
 def _hf_eos_ids(path: Path, raw_config: dict[str, Any]) -> set[int]:
     ids = _as_ids(raw_config.get("eos_token_id"))
     if (path / "generation_config.json").is_file():
-        ids |= _as_ids(_json_file(path / "generation_config.json").get("eos_token_id"))
-    if not (path / "tokenizer_config.json").is_file():
-        return ids
+        ids |= _as_ids(read_json(path / "generation_config.json").get("eos_token_id"))
     # The tokenizer can end a chat turn with another token than the model's config says.
-    tokenizer = _json_file(path / "tokenizer_config.json")
-    template = json.dumps(tokenizer.get("chat_template") or "", ensure_ascii=False)
-    if (path / "chat_template.jinja").is_file():
-        template += (path / "chat_template.jinja").read_text(encoding="utf-8")
-    ends = {token for token in _END_OF_TURN if token in template} | {token_text(tokenizer.get("eos_token"))}
-    added = tokenizer.get("added_tokens_decoder") or {}
-    return ids | {int(token_id) for token_id, token in added.items() if token["content"] in ends}
+    config = read_tokenizer_config(path)
+    template = chat_template(path, config) or ""
+    ends = {token for token in _END_OF_TURN if token in template} | {token_text(config.get("eos_token"))}
+    added = read_json(path / "tokenizer.json").get("added_tokens") or []
+    return ids | {token["id"] for token in added if token["content"] in ends}
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or nothing where there is none."""
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """A folder's chat template: a file of its own since transformers 4.50, a field of tokenizer_config.json before."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        return next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    return template
 
 
 def token_text(token: str | dict[str, Any] | None) -> str:
-    """A special token's text: tokenizer_config.json has it plain, as an object with its matching rules, or not at all."""
+    """A special token's text. In tokenizer_config.json it is plain, an object with its matching rules, or absent."""
     return token["content"] if isinstance(token, dict) else token or ""
 
 
@@ -240,7 +254,8 @@ def _as_ids(value: int | list[int] | None) -> set[int]:
     return set(value) if isinstance(value, list) else {value}
 
 
-def _json_file(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds a JSON object. Raises ModelError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -253,10 +268,19 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _safetensors_index(path: Path) -> bytes:
+    """The file's index: 8 bytes with its size, then JSON that says where behind it each tensor begins and ends."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        index = file.read(size) if size < path.stat().st_size else b""
-    if not index.startswith(b"{"):
+        index = file.read(size) if size <= _MAX_SAFETENSORS_INDEX_BYTES else b""
+    try:
+        tensors = json.loads(index)
+        end = max(
+            (entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"), default=0
+        )
+        complete = path.stat().st_size >= 8 + size + end
+    except (ValueError, LookupError, TypeError, AttributeError):
+        complete = False
+    if not complete:
         raise ModelError(f"{path}: not a safetensors file, or cut short")
     return index
 
@@ -286,6 +310,6 @@ def _checked(config: ModelConfig, name: str) -> ModelConfig:
 
 def _checked_ids(ids: Iterable[int], vocab_size: int) -> frozenset[int]:
     for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise ModelError(f"end token {token_id} lies outside the vocabulary of {vocab_size} tokens")
+        if not (isinstance(token_id, int) and 0 <= token_id < vocab_size):
+            raise ModelError(f"end token {token_id!r} lies outside the vocabulary of {vocab_size} tokens")
     return frozenset(ids)

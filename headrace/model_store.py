@@ -1,4 +1,6 @@
-"""Turns what a user calls a model into files on this machine's disk. Called once per process, by composition roots and the CLI.
+"""Turns what a user calls a model into files on this machine's disk.
+
+Called once per process, by composition roots and the CLI.
 
 resolve("smollm2-135m-instruct")    the catalogue: fetched once into the cache folder
 resolve("/models/x.gguf")           a GGUF file
@@ -20,6 +22,7 @@ from headrace.model_reader import read_folder, read_gguf
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_IGNORED = ["*/*"]  # the same weights in other formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,11 @@ def _from_hub(ref: str) -> Path:
     from huggingface_hub import snapshot_download  # half a second to import, and rarely needed
 
     try:
-        return Path(snapshot_download(ref, allow_patterns=_HUB_PATTERNS))
-    except Exception as error:  # noqa: BLE001 - the hub client raises the errors of several HTTP libraries
+        return Path(snapshot_download(ref, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED))
+    except Exception as error:  # the hub client raises the errors of several HTTP libraries
         raise ModelError(
-            f"model {ref!r}: not on this machine, and the Hugging Face hub gave {type(error).__name__}: {error}"
+            f"model {ref!r}: not on this machine, and the Hugging Face hub answered {type(error).__name__}: {error}."
+            f" Check name, network and access, or pass the path of a folder or a GGUF file in its place"
         ) from error
 
 

@@ -5,7 +5,6 @@ Absent fields take their default here and nowhere else: an absent temperature is
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +55,9 @@ def validate(
     """
     _check_range("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     if 0.0 < params.temperature < MIN_TEMPERATURE:
-        raise InvalidRequest("temperature", params.temperature, f"must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+        raise InvalidRequest(
+            "temperature", params.temperature, f"must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
+        )
     if not 0.0 < params.top_p <= 1.0:
         raise InvalidRequest("top_p", params.top_p, "must be over 0 and at most 1")
     if params.top_k < 0:
@@ -65,7 +66,9 @@ def validate(
     _check_length(params.max_tokens, num_prompt_tokens, max_model_tokens)
     _check_stops(params.stop_strings)
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest("stop_token_ids", len(params.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
+        raise InvalidRequest(
+            "stop_token_ids", len(params.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids"
+        )
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     return replace(params, top_k=0 if params.top_k >= vocab_size else params.top_k)
 
@@ -78,8 +81,8 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(name, value, f"must lie in {low:g}..{high:g}")
+    if not low <= value <= high:
+        raise InvalidRequest(name, value, f"must lie in {low}..{high}")
 
 
 def _check_length(max_tokens: int, num_prompt_tokens: int, max_model_tokens: int) -> None:
@@ -87,7 +90,7 @@ def _check_length(max_tokens: int, num_prompt_tokens: int, max_model_tokens: int
         raise InvalidRequest(
             "prompt",
             f"{num_prompt_tokens} tokens",
-            f"prompt and answer together may have {max_model_tokens} tokens, and the answer needs at least 1",
+            f"the model takes {max_model_tokens} tokens in all, and the answer is to have {max_tokens}",
         )
     if max_tokens < 1:
         raise InvalidRequest("max_tokens", max_tokens, "must be at least 1")

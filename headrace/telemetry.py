@@ -10,7 +10,7 @@ import structlog
 
 
 def configure_logging(level: str, process: str, file: Path | None = None) -> None:
-    """To `file` (appended), else to standard error: readable on a terminal, JSON lines elsewhere. Every line names the process."""
+    """To `file`, else to standard error: readable on a terminal, JSON lines elsewhere. Each line names the process."""
     target = sys.stderr if file is None else file.open("a", buffering=1)
     renderer = structlog.dev.ConsoleRenderer() if target.isatty() else structlog.processors.JSONRenderer()
     structlog.configure(

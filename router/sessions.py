@@ -93,12 +93,12 @@ class WorkerSession:
             await self.close()
             raise WorkerGone(f"{self.worker_id} is no longer incarnation {self.incarnation}")
 
-    async def run(self) -> None:
-        """Carry messages both ways until the stream ends; then fail what is left."""
+    async def run(self, on_lost: Callable[[], None]) -> None:
+        """Carry messages both ways until the stream ends; then call `on_lost` and fail what is left."""
         writer = asyncio.create_task(self._write(), name=f"session writer {self.worker_id}")
         error: HeadraceError = WorkerGone(f"decode worker {self.worker_id} ended its session")
         try:
-            async for frame in self._call:
+            while (frame := await self._call.read()) is not grpc.aio.EOF:
                 for delta in frame.deltas:
                     stream = self._streams.get(delta.request_id)
                     if stream is not None:
@@ -108,6 +108,7 @@ class WorkerSession:
         finally:
             self.lost = True
             writer.cancel()
+            on_lost()  # first: whoever fails now must not choose this worker again
             for stream in self._streams.values():
                 stream.fail(error)
             await self.close()
@@ -151,6 +152,7 @@ class Sessions:
         self._on_lost = on_lost
         self._opening: dict[str, asyncio.Task[WorkerSession]] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     async def get(self, worker_id: str, incarnation: str, address: str) -> WorkerSession:
         """The session with this incarnation. Raises WorkerGone."""
@@ -167,6 +169,7 @@ class Sessions:
             raise
 
     async def close(self) -> None:
+        self._closing = True
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -178,15 +181,14 @@ class Sessions:
         except WorkerGone:
             self._on_lost(worker_id, incarnation)
             raise
-        task = asyncio.create_task(session.run(), name=f"session {worker_id}")
+        task = asyncio.create_task(session.run(lambda: self._lost(session)), name=f"session {worker_id}")
         self._running.add(task)
-        task.add_done_callback(lambda done: self._ended(session, done))
+        task.add_done_callback(self._running.discard)
         return session
 
-    def _ended(self, session: WorkerSession, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+    def _lost(self, session: WorkerSession) -> None:
         self._opening.pop(session.incarnation, None)
-        if not task.cancelled():
+        if not self._closing:
             log.warning("decode worker lost", worker=session.worker_id, incarnation=session.incarnation)
             self._on_lost(session.worker_id, session.incarnation)
 

@@ -1,4 +1,4 @@
-"""One of our processes on an event loop of its own thread, inside a host with its own main loop (a Ray actor, a test)."""
+"""One of our processes on an event loop of its own thread, inside a host with its own main loop: a Ray actor."""
 
 from __future__ import annotations
 

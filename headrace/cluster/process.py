@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import structlog
+
 from headrace.cluster.hosted import Report, Runnable
 from headrace.config import Settings
 from headrace.telemetry import configure_logging
+
+log = structlog.get_logger()
 
 Kind = Literal["router", "prefill", "decode", "both"]
 
@@ -29,6 +33,7 @@ class ProcessSpec:
 def prepare(spec: ProcessSpec) -> None:
     """Once per process, before `build`: logging, cores, what UCX reads from the environment."""
     configure_logging(spec.settings.log_level, spec.name, spec.log_file)
+    log.info("settings in force", cores=list(spec.cores), **spec.settings.describe())
     _bind(spec.cores)
     if spec.kind != "router":
         from kv_transfer.nixl_transport import ucx_environment

@@ -41,7 +41,7 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.peers import Peers
 from kv_transfer.registry import create_transport
 from kv_transfer.transfer_thread import TransferThread
-from kv_transfer.transport import BlockRegion
+from kv_transfer.transport import BlockRegion, Transport
 from prefill_worker.service import KvExchangeService
 
 log = structlog.get_logger()
@@ -50,6 +50,8 @@ _WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _KV_SERVICE = kv_pb2.DESCRIPTOR.services_by_name["KvExchange"].full_name
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
+
+MakeTransport = Callable[[str, str, BlockRegion], Transport]  # name, incarnation, region
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -77,12 +79,18 @@ class WorkerProcess:
     """`start`, then `stop`. `report` is told each stage of the start, for progress displays."""
 
     def __init__(
-        self, settings: Settings, role: Role, worker_id: str, report: Report = lambda stage: None
+        self,
+        settings: Settings,
+        role: Role,
+        worker_id: str,
+        report: Report = lambda stage: None,
+        make_transport: MakeTransport = create_transport,
     ) -> None:
         self._settings = settings
         self._role = role
         self._worker_id = worker_id
         self._report = report
+        self._make_transport = make_transport
         self._incarnation = secrets.token_hex(8)
         self._draining = False
         self._background: set[asyncio.Task[None]] = set()
@@ -136,7 +144,9 @@ class WorkerProcess:
     async def _start_transfers(self) -> None:
         kv = self._settings.kv
         region = BlockRegion(self._cache.address, self._cache.num_blocks, self._cache.block_bytes)
-        self._transfers = TransferThread(lambda: create_transport(kv.transport, self._incarnation, region))
+        self._transfers = TransferThread(
+            lambda: self._make_transport(kv.transport, self._incarnation, region)
+        )
         await self._transfers.start()
         self._engine = EngineClient(self._core, self._files.config, self._publish_blocks)
 

@@ -1,1 +1,1 @@
-"""gRPC plumbing shared by all processes: generated stubs (`v1`), channels, servers, and the mapping of errors to status."""
+"""gRPC plumbing shared by all processes: generated stubs (`v1`), channels, servers, errors as status."""

@@ -53,7 +53,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status. A HeadraceError keeps its code; anything else is INTERNAL and logged."""
+    """Turns what a handler raises into a status. A HeadraceError keeps its code; all else is INTERNAL and logged."""
 
     async def intercept_service(
         self,

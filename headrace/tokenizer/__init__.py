@@ -1,4 +1,7 @@
-"""Text to token ids and back: tokenizer, chat template, incremental detokenizer with stop strings. Torch-free; used by the router."""
+"""Text to token ids and back: tokenizer, chat template, incremental detokenizer with stop strings.
+
+Torch-free; used by the router.
+"""
 
 from headrace.tokenizer.chat_template import ChatMessage
 from headrace.tokenizer.detokenizer import IncrementalDetokenizer

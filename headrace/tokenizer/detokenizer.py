@@ -2,8 +2,8 @@
 
     tokens ──bytes──▶ [incomplete UTF-8 tail] ──text──▶ [tail that could become a stop string] ──▶ client
 
-Only these two tails are held back, so text is never delayed without need and never taken back. The text of an answer does
-not depend on how its tokens were split over calls.
+Only these two tails are held back, so text is never delayed without need and never taken back. The text of an answer
+does not depend on how its tokens were split over calls.
 """
 
 from __future__ import annotations

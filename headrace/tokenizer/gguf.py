@@ -1,7 +1,8 @@
 """A vocabulary from GGUF metadata. Called by `headrace.tokenizer.tokenizer`.
 
-"gpt2" is byte-level BPE with merges and a named rule that splits text first; "llama" is SentencePiece BPE, whose merges follow
-from the pieces' scores. Rules and defaults are those of llama.cpp (`src/llama-vocab.cpp`), which defines the format.
+"gpt2" is byte-level BPE with merges and a named rule that splits text first; "llama" is SentencePiece BPE, whose merges
+follow from the pieces' scores. Rules and defaults are those of llama.cpp (`src/llama-vocab.cpp`), which defines the
+format.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from headrace.errors import ModelError
 from headrace.gguf_metadata import GgufMetadata
@@ -46,10 +47,8 @@ _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "gpt2": "gpt-2"}
 def read_vocabulary(metadata: GgufMetadata) -> Vocabulary:
     """Raises ModelError for a tokenizer that is not supported, or control tokens that the template could not use."""
     model = metadata.get("tokenizer.ggml.model", str)
-    tokens = metadata.get("tokenizer.ggml.tokens", list)
-    types = metadata.find("tokenizer.ggml.token_type", list) or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise ModelError(f"{metadata.path.name}: {len(tokens)} tokens but {len(types)} token types")
+    tokens = metadata.get_list("tokenizer.ggml.tokens", str)
+    types = _token_types(metadata, len(tokens))
     if model == "gpt2":
         backend, adds_bos, to_bytes = *_byte_level(metadata, tokens), byte_level_bytes
     elif model == "llama":
@@ -64,7 +63,6 @@ def read_vocabulary(metadata: GgufMetadata) -> Vocabulary:
     return Vocabulary(
         backend=backend,
         token_bytes=_token_bytes(tokens, types, to_bytes),
-        special_ids=frozenset(i for i, kind in enumerate(types) if kind == _CONTROL),
         bos_id=bos_id,
         eos_id=metadata.find("tokenizer.ggml.eos_token_id", int),
         adds_bos=bos_id is not None and (adds_bos if declared is None else declared),
@@ -73,14 +71,24 @@ def read_vocabulary(metadata: GgufMetadata) -> Vocabulary:
     )
 
 
+def _token_types(metadata: GgufMetadata, num_tokens: int) -> list[int]:
+    if "tokenizer.ggml.token_type" not in metadata.fields:
+        return [_NORMAL] * num_tokens
+    types = metadata.get_list("tokenizer.ggml.token_type", int)
+    if len(types) != num_tokens:
+        raise ModelError(f"{metadata.path.name}: {num_tokens} tokens but {len(types)} token types")
+    return types
+
+
 def _byte_level(metadata: GgufMetadata, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
     kind = metadata.find("tokenizer.ggml.pre", str) or "default"
     split = _SPLITS.get(_ALIASES.get(kind, kind))
     if split is None:
+        supported = ", ".join((*_SPLITS, *_ALIASES))
         raise ModelError(
-            f"{metadata.path.name}: pre-tokenizer {kind!r} is not supported; supported: {', '.join((*_SPLITS, *_ALIASES))}"
+            f"{metadata.path.name}: pre-tokenizer {kind!r} is not supported; supported: {supported}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", list)]
+    merges = [_pair(merge) for merge in metadata.get_list("tokenizer.ggml.merges", str)]
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = _backend(metadata, vocab, merges, ignore_merges=split.ignore_merges)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,12 +97,18 @@ def _byte_level(metadata: GgufMetadata, tokens: list[str]) -> tuple[tokenizers.T
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    backend.decoder = decoders.ByteLevel()
     return backend, split.adds_bos
 
 
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
 def _sentence_piece(metadata: GgufMetadata, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
-    scores = metadata.get("tokenizer.ggml.scores", list)
+    scores = metadata.get_list("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ModelError(f"{metadata.path.name}: {len(tokens)} tokens but {len(scores)} scores")
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     backend = _backend(metadata, vocab, _merges_by_score(vocab, scores, types), unknown=unknown)
@@ -106,7 +120,7 @@ def _sentence_piece(metadata: GgufMetadata, tokens: list[str], types: list[int])
 def _backend(
     metadata: GgufMetadata,
     vocab: dict[str, int],
-    merges: list[tuple[str, ...]],
+    merges: list[tuple[str, str]],
     *,
     ignore_merges: bool = False,
     unknown: str | None = None,
@@ -123,15 +137,16 @@ def _backend(
                 ignore_merges=ignore_merges,
             )
         )
-    except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
+    except Exception as error:  # the Rust library raises plain Exception
         raise ModelError(
             f"{metadata.path.name}: the vocabulary and its merges do not fit together: {error}"
         ) from error
 
 
-def _merges_by_score(vocab: dict[str, int], scores: list[float], types: list[int]) -> list[tuple[str, ...]]:
-    """SentencePiece joins, of all neighbours, the pair whose joined piece scores highest: every split of every piece is a
-    merge, best score first.
+def _merges_by_score(vocab: dict[str, int], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
+    """SentencePiece joins, of all neighbours, the pair whose joined piece scores highest.
+
+    So every split of every piece is a merge, best score first.
     """
     ranked: list[tuple[float, int, int, str, str]] = []
     for piece, i in vocab.items():

@@ -1,5 +1,6 @@
-"""A vocabulary from a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja. Called by
-`headrace.tokenizer.tokenizer`.
+"""A vocabulary from a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja.
+
+Called by `headrace.tokenizer.tokenizer`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from headrace.errors import ModelError
-from headrace.model_reader import token_text
+from headrace.model_reader import chat_template, read_tokenizer_config, token_text
 from headrace.tokenizer.vocabulary import Vocabulary, byte_level_bytes, sentence_piece_bytes
 
 
@@ -21,12 +22,11 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     try:
         raw = (folder / "tokenizer.json").read_text(encoding="utf-8")
         backend = tokenizers.Tokenizer.from_str(raw)
-    except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
+    except Exception as error:  # the Rust library raises plain Exception
         raise ModelError(f"{folder / 'tokenizer.json'}: can not be read: {error}") from error
     backend.no_truncation()
     backend.no_padding()
-    config_path = folder / "tokenizer_config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    config = read_tokenizer_config(folder)
     steps = _decoder_steps(json.loads(raw).get("decoder"))
     added = backend.get_added_tokens_decoder()
     special = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -34,12 +34,11 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     return Vocabulary(
         backend=backend,
         token_bytes=_token_bytes(backend, _to_bytes(steps, folder), special),
-        special_ids=special,
         bos_id=bos_id,
         eos_id=backend.token_to_id(token_text(config.get("eos_token"))),
         adds_bos=bos_id is not None and _adds_bos(backend, config, bos_id),
         strips_leading_space=_strips_leading_space(steps),
-        chat_template=_chat_template(folder, config),
+        chat_template=chat_template(folder, config),
     )
 
 
@@ -82,12 +81,3 @@ def _token_bytes(
         if token_id not in special:
             table[token_id] = token.encode() if token_id in added else to_bytes(token)
     return table
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        return next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template

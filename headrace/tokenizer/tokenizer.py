@@ -1,7 +1,8 @@
-"""The tokenizer that the router uses: one form for GGUF files and Hugging Face folders. Loaded once at start, then only read.
+"""The tokenizer that the router uses: one form for GGUF files and Hugging Face folders.
 
-Special tokens written out in a text (`<|im_end|>`) become their one id, in chats and in raw prompts, whoever wrote them: that is how
-templates work, and what other servers do. Whoever passes on foreign text and must not let it end a turn has to filter it first.
+Loaded once at start, then only read. Special tokens written out in a text (`<|im_end|>`) become their one id, in chats
+and in raw prompts, whoever wrote them: that is how templates work, and what other servers do. Whoever passes on foreign
+text and must not let it end a turn has to filter it first.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
         vocabulary = gguf.read_vocabulary(gguf_metadata.read(files.path))
     else:
         vocabulary = hf_folder.read_vocabulary(files.path)
-    return Tokenizer(vocabulary, files.tokenizer_fingerprint)
+    num_tokens, num_embeddings = len(vocabulary.token_bytes), files.config.vocab_size
+    if num_tokens > num_embeddings:
+        raise ModelError(f"model {files.name}: {num_tokens} tokens, but embeddings for {num_embeddings} only")
+    return Tokenizer(vocabulary)
 
 
 class Tokenizer:
     """Thread-safe once made. A prompt begins with BOS exactly once if the model wants one, else as the text says."""
 
-    def __init__(self, vocabulary: Vocabulary, fingerprint: str) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._backend = vocabulary.backend
-        # Control tokens are written out in templates and must be found there; BOS and EOS are ours to add.
+        # Control tokens are written out in templates and must be found there.
         self._backend.encode_special_tokens = False
         self._token_bytes = vocabulary.token_bytes
         self._bos_id = vocabulary.bos_id if vocabulary.adds_bos else None
         self._template = self._compiled(vocabulary)
-        self.fingerprint = fingerprint
-        self.special_ids = vocabulary.special_ids
         self.strips_leading_space = vocabulary.strips_leading_space
 
     @property
@@ -52,10 +54,10 @@ class Tokenizer:
         return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """Token ids. `add_special`: begin with BOS if the model wants it and the text does not already begin with it."""
+        """Token ids. `add_special`: begin with BOS if the model wants it and the text does not begin with it."""
         try:
             token_ids = self._backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:  # a lone surrogate
+        except TypeError:  # the Rust side takes no lone surrogate for text
             raise InvalidRequest("prompt", text, "must be valid Unicode text") from None
         if add_special and self._bos_id is not None and token_ids[:1] != [self._bos_id]:
             return [self._bos_id, *token_ids]
@@ -64,7 +66,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
     ) -> str:
-        """The chat as the model's template writes it. Raises InvalidRequest if there is none, or it refuses the chat."""
+        """The chat as the model's template writes it. Raises InvalidRequest if there is none, or it refuses."""
         if self._template is None:
             raise InvalidRequest(
                 "chat", f"{len(messages)} messages", "the model has no chat template; send text instead"

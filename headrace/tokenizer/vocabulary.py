@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import tokenizers
@@ -11,7 +12,6 @@ import tokenizers
 class Vocabulary:
     backend: tokenizers.Tokenizer
     token_bytes: list[bytes]  # by id: what a token adds to the answer's text; b"" for control tokens
-    special_ids: frozenset[int]  # control tokens
     bos_id: int | None
     eos_id: int | None
     adds_bos: bool  # whether a prompt has to begin with BOS
@@ -19,7 +19,7 @@ class Vocabulary:
     chat_template: str | None
 
 
-def byte_level_alphabet() -> dict[str, int]:
+def _byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-in for each byte (`bytes_to_unicode` in openai/gpt-2), the other way round."""
     printable = [
         *range(ord("!"), ord("~") + 1),
@@ -30,22 +30,20 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = byte_level_alphabet()
+_ALPHABET = _byte_level_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token; a character outside the alphabet stands for itself."""
+    """Bytes of a byte-level token. With a character outside the alphabet it stands for itself, as in `tokenizers`."""
     try:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:
-        return b"".join(bytes([_ALPHABET[c]]) if c in _ALPHABET else c.encode() for c in token)
+        return token.encode()
 
 
 def sentence_piece_bytes(token: str) -> bytes:
     """Bytes of a SentencePiece token: ▁ is a space, <0x0A> is one byte."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
+    if byte := _BYTE_TOKEN.fullmatch(token):
+        return bytes.fromhex(byte[1])
     return token.replace("\u2581", " ").encode()

@@ -1,0 +1,136 @@
+"""What the directory holds: a record per live worker, and events that tell how caches change. Plain data.
+
+Made by publishers, read by watchers, the router's dispatch and `headrace status`. What can not be read
+(garbled, or written by another version) is logged and ignored: a stranger's entry never stops a router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import structlog
+from pydantic import Field, TypeAdapter, ValidationError
+
+from headrace.block_hash import DIGEST_BYTES
+
+log = structlog.get_logger()
+
+_Count = Annotated[int, Field(ge=0)]
+_Positive = Annotated[int, Field(gt=0)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Figures of the moment; by the time they are read they are up to a refresh old."""
+
+    running: _Count
+    waiting: _Count
+    waiting_tokens: _Count
+    free_blocks: _Count
+    cached_blocks: _Count
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker process: where it is, what it serves, how loaded it is. `incarnation` is new at every start."""
+
+    worker_id: _Name
+    role: Role
+    address: _Name
+    incarnation: _Name
+    model_name: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    kv_dtype: str
+    block_size_tokens: _Positive
+    num_blocks: _Count
+    max_model_tokens: _Count
+    vocab_size: _Count
+    transport: str
+    draining: bool
+    load: WorkerLoad
+
+
+class EventKind(StrEnum):
+    CHANGED = "changed"  # `stored` and `removed` are all that happened; both may be empty: a sign of life
+    RELOAD = "reload"  # the record or the whole set of blocks is news: read them. Announced without hashes
+    LEFT = "left"  # the worker took itself out
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryEvent:
+    """A step in the life of one incarnation. `sequence` grows by one per event, so that a missing one shows."""
+
+    worker_id: str
+    incarnation: str
+    sequence: int
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    kind: EventKind = EventKind.CHANGED
+
+
+_RECORD = TypeAdapter(WorkerRecord)
+
+
+def record_to_json(record: WorkerRecord) -> bytes:
+    return _RECORD.dump_json(record)
+
+
+def record_from_json(data: bytes, worker_id: str, incarnation: str) -> WorkerRecord | None:
+    """The record stored for this worker and incarnation; None, with a log line, if it is not one."""
+    try:
+        record = _RECORD.validate_json(data)
+    except ValidationError as error:
+        fields = sorted({".".join(map(str, each["loc"])) or "record" for each in error.errors()})
+        log.warning("worker record ignored", worker=worker_id, unreadable=fields)
+        return None
+    if (record.worker_id, record.incarnation) != (worker_id, incarnation):
+        log.warning("worker record ignored", worker=worker_id, unreadable=["worker_id", "incarnation"])
+        return None
+    return record
+
+
+def event_to_fields(event: DirectoryEvent) -> dict[str, bytes]:
+    """Short names and joined digests: this is what the stream holds thousands of. RELOAD carries no digests."""
+    fields = {
+        "w": event.worker_id.encode(),
+        "i": event.incarnation.encode(),
+        "n": str(event.sequence).encode(),
+        "k": event.kind.encode(),
+    }
+    if event.kind is EventKind.CHANGED:
+        fields["s"] = b"".join(event.stored)
+        fields["r"] = b"".join(event.removed)
+    return fields
+
+
+def event_from_fields(fields: Mapping[bytes, bytes]) -> DirectoryEvent | None:
+    """None, with a log line, for what is not an event of ours."""
+    try:
+        return DirectoryEvent(
+            worker_id=fields[b"w"].decode(),
+            incarnation=fields[b"i"].decode(),
+            sequence=int(fields[b"n"]),
+            stored=_digests(fields.get(b"s", b"")),
+            removed=_digests(fields.get(b"r", b"")),
+            kind=EventKind(fields[b"k"].decode()),
+        )
+    except (KeyError, ValueError) as error:
+        log.warning("directory event ignored", reason=repr(error))
+        return None
+
+
+def _digests(joined: bytes) -> tuple[bytes, ...]:
+    if len(joined) % DIGEST_BYTES:
+        raise ValueError(f"{len(joined)} bytes are not whole digests of {DIGEST_BYTES}")
+    return tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))

@@ -1,0 +1,262 @@
+"""The directory in Redis or Valkey. Built by the composition roots; used by Publisher, Watcher and `headrace status`.
+
+    headrace:{cluster}:worker:<id>                 hash, expires: record (JSON), incarnation, sequence of its last event
+    headrace:{cluster}:workers                     sorted set: worker id by the time its record expires (ms)
+    headrace:{cluster}:blocks:<id>:<incarnation>   set of block hashes, expires with the record
+    headrace:{cluster}:events                      stream, bounded: what watchers follow
+
+The braces are part of the keys: with Redis Cluster all keys of one cluster of ours lie on one node. A script
+makes each write one transaction that first looks who holds the worker id. Times are the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis.asyncio
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from headrace.block_hash import DIGEST_BYTES
+from headrace.config import DirectorySettings
+from headrace.directory.base import BlockSnapshot
+from headrace.directory.records import (
+    DirectoryEvent,
+    EventKind,
+    WorkerRecord,
+    event_from_fields,
+    event_to_fields,
+    record_from_json,
+    record_to_json,
+)
+from headrace.errors import InvalidRequest, Unavailable
+
+log = structlog.get_logger()
+
+_CONNECT_TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 3.0  # for one operation, its connection included
+_MAX_BLOCK_S = 1.0  # one blocking read; shorter than the socket's own limit
+_MAX_CONNECTIONS = 8  # one per task that uses this object at a time
+_MAX_EVENTS = 4096  # kept in the stream; a watcher that falls behind further reads the sets again
+_MAX_EVENTS_READ = 512
+
+_WRITE = """
+local worker, names, blocks, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local mode, id, incarnation, sequence = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local ttl_ms, width, record, stored, removed = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8], ARGV[9]
+local max_events, event_fields = ARGV[10], {unpack(ARGV, 11)}
+
+local holder = redis.call('HGET', worker, 'incarnation')
+if mode == 'publish' then
+  if holder ~= incarnation or tonumber(redis.call('HGET', worker, 'sequence')) ~= sequence - 1 then return 0 end
+else
+  if mode == 'register' and holder and holder ~= incarnation then return 0 end
+  redis.call('DEL', blocks)
+end
+
+local function each(command, joined)
+  local chunk = {}
+  for start = 1, #joined, width do
+    chunk[#chunk + 1] = string.sub(joined, start, start + width - 1)
+    if #chunk == 1000 or start + width > #joined then
+      redis.call(command, blocks, unpack(chunk))
+      chunk = {}
+    end
+  end
+end
+each('SADD', stored)
+each('SREM', removed)
+
+local clock = redis.call('TIME')
+local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
+redis.call('HSET', worker, 'record', record, 'incarnation', incarnation, 'sequence', sequence)
+redis.call('PEXPIRE', worker, ttl_ms)
+redis.call('PEXPIRE', blocks, ttl_ms)
+redis.call('ZREMRANGEBYSCORE', names, '-inf', now_ms)
+redis.call('ZADD', names, now_ms + ttl_ms, id)
+redis.call('XADD', events, 'MAXLEN', '~', max_events, '*', unpack(event_fields))
+return 1
+"""
+
+_REMOVE = """
+local worker, names, blocks, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+if redis.call('HGET', worker, 'incarnation') == ARGV[2] then
+  redis.call('DEL', worker)
+  redis.call('ZREM', names, ARGV[1])
+end
+redis.call('DEL', blocks)
+redis.call('XADD', events, 'MAXLEN', '~', ARGV[3], '*', unpack(ARGV, 4))
+"""
+
+
+def shown_url(url: str) -> str:
+    """The URL for messages and logs: no password, and nothing that could hold a part of one."""
+    scheme = url.partition(":")[0]
+    try:
+        parts = urlsplit(url)
+        port = "" if parts.port is None else f":{parts.port}"
+    except ValueError:
+        return f"{scheme}://…"
+    user = "" if parts.password is None else f"{parts.username or ''}:***@"
+    return f"{parts.scheme}://{user}{parts.hostname or ''}{port}{parts.path}"
+
+
+class RedisDirectory:
+    """Implements `Directory`. Connects when first used; one object serves any number of tasks of one event loop."""
+
+    def __init__(self, settings: DirectorySettings) -> None:
+        """Raises InvalidRequest for a URL that Redis clients do not know."""
+        self._shown_url = shown_url(settings.url)
+        self._ttl_ms = max(1, round(settings.worker_ttl_s * 1000))
+        self._prefix = f"headrace:{{{settings.cluster}}}"
+        try:
+            pool = redis.asyncio.BlockingConnectionPool.from_url(
+                settings.url,
+                max_connections=_MAX_CONNECTIONS,
+                timeout=_ANSWER_TIMEOUT_S,
+                socket_timeout=_ANSWER_TIMEOUT_S,
+                socket_connect_timeout=_CONNECT_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),  # the callers have their own, with back-off
+            )
+        except ValueError:  # its text may hold the password
+            raise InvalidRequest(
+                "directory.url", self._shown_url, "write redis://, rediss:// or unix://"
+            ) from None
+        self._redis: Any = redis.asyncio.Redis.from_pool(pool)  # its answers' types hang on its options
+        self._write_script = self._redis.register_script(_WRITE)
+        self._remove_script = self._redis.register_script(_REMOVE)
+
+    async def register(
+        self, record: WorkerRecord, sequence: int, blocks: Collection[bytes], *, take_over: bool
+    ) -> bool:
+        event = DirectoryEvent(
+            record.worker_id, record.incarnation, sequence, tuple(blocks), kind=EventKind.RELOAD
+        )
+        return await self._write("take_over" if take_over else "register", record, event)
+
+    async def publish(self, record: WorkerRecord, event: DirectoryEvent) -> bool:
+        return await self._write("publish", record, event)
+
+    async def remove(self, worker_id: str, incarnation: str) -> None:
+        event = DirectoryEvent(worker_id, incarnation, 0, kind=EventKind.LEFT)
+        async with self._border():
+            await self._remove_script(
+                keys=self._keys(worker_id, incarnation),
+                args=[worker_id, incarnation, _MAX_EVENTS, *_flat(event)],
+            )
+
+    async def workers(self) -> dict[WorkerRecord, float]:
+        async with self._border():
+            names = [
+                name.decode(errors="replace")
+                for name in await self._redis.zrange(f"{self._prefix}:workers", 0, -1)
+            ]
+            pipeline = self._redis.pipeline(transaction=False)
+            for name in names:
+                pipeline.hmget(self._worker_key(name), "record", "incarnation")
+                pipeline.pttl(self._worker_key(name))
+            # One strange key is no reason to fail all others.
+            answers = await pipeline.execute(raise_on_error=False)
+        found: dict[WorkerRecord, float] = {}
+        for name, stored, ttl_ms in zip(names, answers[::2], answers[1::2], strict=True):
+            record = _read_record(name, stored)
+            if record is not None and ttl_ms > 0:
+                found[record] = ttl_ms / 1000
+        return found
+
+    async def blocks(self, worker_id: str, incarnation: str) -> BlockSnapshot | None:
+        worker, _, blocks, _ = self._keys(worker_id, incarnation)
+        async with self._border():
+            pipeline = self._redis.pipeline(transaction=True)
+            pipeline.hmget(worker, "incarnation", "sequence")
+            pipeline.smembers(blocks)
+            stored, hashes = await pipeline.execute(raise_on_error=False)
+        if isinstance(stored, ResponseError) or isinstance(hashes, ResponseError):
+            log.warning("worker's blocks ignored", worker=worker_id, reason=f"{stored!r:.80} {hashes!r:.80}")
+            return None
+        holder, sequence = stored
+        if holder != incarnation.encode() or sequence is None or not sequence.isdigit():
+            return None
+        return BlockSnapshot(int(sequence), frozenset(hashes))
+
+    async def events(self, after: str, timeout_s: float) -> tuple[str, list[DirectoryEvent]]:
+        stream = f"{self._prefix}:events"
+        async with self._border():
+            if not after:
+                last = await self._redis.xrevrange(stream, count=1)
+                return (last[0][0].decode() if last else "0-0"), []
+            block_ms = max(1, round(min(timeout_s, _MAX_BLOCK_S) * 1000))  # 0 would wait for ever
+            answer = await self._redis.xread({stream: after}, count=_MAX_EVENTS_READ, block=block_ms)
+        entries = answer[0][1] if answer else []
+        events = [event for _, fields in entries if (event := event_from_fields(fields)) is not None]
+        return (entries[-1][0].decode() if entries else after), events
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()
+
+    async def _write(self, mode: str, record: WorkerRecord, event: DirectoryEvent) -> bool:
+        arguments = [
+            mode,
+            record.worker_id,
+            record.incarnation,
+            event.sequence,
+            self._ttl_ms,
+            DIGEST_BYTES,
+            record_to_json(record),
+            b"".join(event.stored),
+            b"".join(event.removed),
+            _MAX_EVENTS,
+            *_flat(event),
+        ]
+        async with self._border():
+            return bool(
+                await self._write_script(
+                    keys=self._keys(record.worker_id, record.incarnation), args=arguments
+                )
+            )
+
+    def _worker_key(self, worker_id: str) -> str:
+        return f"{self._prefix}:worker:{worker_id}"
+
+    def _keys(self, worker_id: str, incarnation: str) -> list[str]:
+        return [
+            self._worker_key(worker_id),
+            f"{self._prefix}:workers",
+            f"{self._prefix}:blocks:{worker_id}:{incarnation}",
+            f"{self._prefix}:events",
+        ]
+
+    @asynccontextmanager
+    async def _border(self) -> AsyncGenerator[None]:
+        """Every operation has a deadline, and fails as Unavailable."""
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                yield
+        except TimeoutError:
+            raise Unavailable(
+                f"directory at {self._shown_url} gave no answer within {_ANSWER_TIMEOUT_S:g} s"
+            ) from None
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"directory at {self._shown_url}: {error or type(error).__name__}") from error
+
+
+def _flat(event: DirectoryEvent) -> list[Any]:
+    return [part for field in event_to_fields(event).items() for part in field]
+
+
+def _read_record(name: str, stored: Any) -> WorkerRecord | None:
+    """`stored`: answer to HMGET record, incarnation; its fields are None once the hash has expired."""
+    if isinstance(stored, ResponseError):
+        log.warning("worker record ignored", worker=name, reason=str(stored))
+        return None
+    data, incarnation = stored
+    if data is None or incarnation is None:
+        return None
+    return record_from_json(data, name, incarnation.decode(errors="replace"))

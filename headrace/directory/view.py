@@ -1,0 +1,84 @@
+"""What this process knows of the fleet: live workers, and who holds which block. The watcher writes, dispatch reads.
+
+A worker id stands for one incarnation at a time; with the incarnation go its blocks. Everything here is
+synchronous and runs on one event loop, so a reader never sees half a change.
+"""
+
+from __future__ import annotations
+
+from headrace.clock import Clock, SystemClock
+from headrace.directory.base import BlockSnapshot
+from headrace.directory.prefix_index import PrefixIndex
+from headrace.directory.records import DirectoryEvent, WorkerRecord
+
+
+class DirectoryView:
+    """`workers` is by worker id. Readers change neither `workers` nor `index`."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.workers: dict[str, WorkerRecord] = {}
+        self.index = PrefixIndex()
+        self._clock = clock or SystemClock()
+        self._sequences: dict[str, int] = {}  # by worker id: the last event that the index holds
+        self._gone_at: dict[tuple[str, str], float] = {}  # (worker id, incarnation) that somebody found dead
+
+    def mark_gone(self, worker_id: str, incarnation: str) -> None:
+        """Somebody could not reach this incarnation: it vanishes now, however fresh its record is.
+
+        `is_gone` tells how it can come back. Another incarnation of the same worker id is not touched.
+        """
+        self._gone_at[worker_id, incarnation] = self._clock.now()
+        self.drop(worker_id, incarnation)
+
+    def is_gone(self, worker_id: str, incarnation: str, for_s: float) -> bool:
+        """Whether this incarnation was marked gone less than `for_s` ago.
+
+        A dead worker's record has expired by then. One that still refreshes it was out of reach for a moment:
+        it is taken back.
+        """
+        now = self._clock.now()
+        self._gone_at = {key: at for key, at in self._gone_at.items() if now - at < for_s}
+        return (worker_id, incarnation) in self._gone_at
+
+    def admit(self, record: WorkerRecord) -> None:
+        """A new or refreshed record. Blocks of an earlier incarnation are forgotten."""
+        known = self.workers.get(record.worker_id)
+        if known is not None and known.incarnation != record.incarnation:
+            self.drop(known.worker_id, known.incarnation)
+        self.workers[record.worker_id] = record
+
+    def drop(self, worker_id: str, incarnation: str) -> None:
+        """Forget the worker, if it is still this incarnation."""
+        if self.has(worker_id, incarnation):
+            del self.workers[worker_id]
+            self._sequences.pop(worker_id, None)
+            self.index.forget(worker_id)
+
+    def has(self, worker_id: str, incarnation: str) -> bool:
+        known = self.workers.get(worker_id)
+        return known is not None and known.incarnation == incarnation
+
+    def sequence(self, worker_id: str) -> int | None:
+        """The worker's last event that the index holds; None while its blocks were not loaded."""
+        return self._sequences.get(worker_id)
+
+    def load(self, worker_id: str, incarnation: str, snapshot: BlockSnapshot) -> None:
+        """The worker holds exactly the snapshot's blocks. Ignored if it is another incarnation by now."""
+        if self.has(worker_id, incarnation):
+            self._sequences[worker_id] = snapshot.sequence
+            self.index.replace(worker_id, snapshot.hashes)
+
+    def apply(self, event: DirectoryEvent) -> bool:
+        """A CHANGED event of an incarnation in the view. Returns False if one before it is missing: load its blocks.
+
+        An event that a snapshot already held is passed over.
+        """
+        assert self.has(event.worker_id, event.incarnation)
+        sequence = self._sequences.get(event.worker_id)
+        if sequence is None or event.sequence > sequence + 1:
+            return False
+        if event.sequence == sequence + 1:
+            self._sequences[event.worker_id] = event.sequence
+            self.index.store(event.worker_id, event.stored)
+            self.index.remove(event.worker_id, event.removed)
+        return True

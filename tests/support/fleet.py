@@ -1,0 +1,172 @@
+"""A fleet inside one event loop: real gRPC, real Redis, real engines on threads of their own, in-process transport.
+
+Workers are `WorkerProcess` objects, so everything but the process boundary is what runs in production. Faults are
+switched at each worker's own transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from headrace.cluster.worker_process import WorkerProcess
+from headrace.config import Settings
+from headrace.directory.records import Role
+from headrace.model_config import ModelFiles
+from headrace.rpc.convert import sampling_to_proto
+from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
+from headrace.sampling_params import SamplingParams
+from kv_transfer.faulty_transport import Faults, FaultyTransport
+from kv_transfer.registry import create_transport
+from kv_transfer.transport import BlockRegion, Transport
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+STEP_TOKENS = 16
+
+
+def fleet_settings(files: ModelFiles, directory_url: str, **changes: dict[str, object]) -> Settings:
+    """Small blocks and steps, short leases; `changes` by section."""
+    sections: dict[str, dict[str, object]] = {
+        "model": {"ref": str(files.path), "dtype": "float32"},
+        "engine": {
+            "block_size_tokens": BLOCK_SIZE,
+            "num_blocks": NUM_BLOCKS,
+            "max_step_tokens": STEP_TOKENS,
+            "num_threads": 1,
+        },
+        "kv": {"transport": "local", "lease_ttl_s": 2.0, "min_remote_tokens": 1, "checksum": True},
+        "directory": {"url": directory_url},
+        "rpc": {"drain_timeout_s": 5.0},
+    }
+    for section, fields in changes.items():
+        sections[section] = {**sections.get(section, {}), **fields}
+    return Settings.model_validate(sections)
+
+
+class Worker:
+    """One worker with its faults and a session of ours."""
+
+    def __init__(self, settings: Settings, role: Role, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.faults = Faults()
+        self.process = WorkerProcess(settings, role, worker_id, make_transport=self._transport)
+        self.address = ""
+        self.incarnation = ""
+
+    @property
+    def ref(self) -> worker_pb2.PeerRef:
+        return worker_pb2.PeerRef(
+            worker_id=self.worker_id, address=self.address, incarnation=self.incarnation
+        )
+
+    async def start(self) -> None:
+        self.address = await self.process.start()
+        self.incarnation = (await self.status()).incarnation
+
+    async def status(self) -> worker_pb2.StatusResponse:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            return await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
+
+    async def assert_idle(self) -> None:
+        """After at most a few leases: free + cached = total, nothing held, nothing running."""
+        try:
+            async with asyncio.timeout(15):
+                while not _is_idle(status := await self.status()):
+                    assert not status.blocks.problems
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"{self.worker_id} does not get idle: {status}") from None
+
+    def _transport(self, name: str, incarnation: str, region: BlockRegion) -> Transport:
+        return FaultyTransport(create_transport(name, incarnation, region), self.faults)
+
+
+def _is_idle(status: worker_pb2.StatusResponse) -> bool:
+    blocks = status.blocks
+    return not (status.running or status.waiting) and blocks.free + blocks.cached == blocks.total
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.end = worker_pb2.SequenceEnd()
+        self.started = asyncio.Event()  # the first token is here
+        self.ended = asyncio.Event()
+
+
+class RouterSession:
+    """The router's side of a session, by hand."""
+
+    def __init__(self, call) -> None:
+        self._call = call
+        self._answers: dict[str, Answer] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    async def start(
+        self, token_ids, *, prefill=(), request_id="r", salt="", timeout_s=20.0, **sampling
+    ) -> Answer:
+        params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})
+        answer = self._answers[request_id] = Answer()
+        start = worker_pb2.StartRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=sampling_to_proto(params),
+            timeout_s=timeout_s,
+            cache_salt=salt,
+            prefill_workers=[worker.ref for worker in prefill],
+        )
+        await self._call.write(worker_pb2.SessionRequest(start=start))
+        return answer
+
+    async def answer(self, token_ids, **options) -> Answer:
+        answer = await self.start(token_ids, **options)
+        async with asyncio.timeout(30):
+            await answer.ended.wait()
+        return answer
+
+    async def abort(self, request_id="r") -> None:
+        abort = worker_pb2.AbortRequest(request_id=request_id)
+        await self._call.write(worker_pb2.SessionRequest(abort=abort))
+
+    async def close(self) -> None:
+        self._call.cancel()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        while (frame := await self._call.read()) is not grpc.aio.EOF:
+            for delta in frame.deltas:
+                answer = self._answers[delta.request_id]
+                answer.token_ids.extend(delta.token_ids)
+                if answer.token_ids:
+                    answer.started.set()
+                if delta.HasField("end"):
+                    answer.end = delta.end
+                    answer.ended.set()
+
+
+@asynccontextmanager
+async def session_with(worker: Worker) -> AsyncIterator[RouterSession]:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        session = RouterSession(worker_pb2_grpc.WorkerStub(channel).Session())
+        try:
+            yield session
+        finally:
+            await session.close()
+
+
+@asynccontextmanager
+async def workers(settings: Settings, *roles: Role) -> AsyncIterator[list[Worker]]:
+    """Started workers, one per role, named prefill-0, decode-1, … They are idle at the end, or the test fails."""
+    started = [Worker(settings, role, f"{role}-{number}") for number, role in enumerate(roles)]
+    try:
+        await asyncio.gather(*(worker.start() for worker in started))
+        yield started
+        for worker in started:
+            await worker.assert_idle()
+    finally:
+        await asyncio.gather(*(worker.process.stop() for worker in started))

@@ -1,0 +1,128 @@
+"""Real processes of ours, started by the command line as a user would, and surely ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+HEADRACE = Path(sys.executable).parent / "headrace"
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Process:
+    """`headrace …` with its output in a file. `address` is of its gRPC server, where it has one."""
+
+    def __init__(self, arguments: list[str], folder: Path, name: str) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                [str(HEADRACE), *arguments, "--set", f"rpc.port={self.port}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_serving(self) -> None:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            eventually(
+                lambda: self._is_serving(stub), f"{self.name} serves; its log: {self.log.read_text()[-2000:]}"
+            )
+
+    def _is_serving(self, stub: health_pb2_grpc.HealthStub) -> bool:
+        assert self.popen.poll() is None, f"{self.name} ended: {self.log.read_text()[-3000:]}"
+        try:
+            status = stub.Check(health_pb2.HealthCheckRequest(), timeout=2).status
+        except grpc.RpcError:
+            return False
+        return status == health_pb2.HealthCheckResponse.SERVING
+
+    def send(self, signum: signal.Signals) -> None:
+        os.killpg(self.popen.pid, signum)
+
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL if that takes too long. Returns the exit status."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.popen.wait(STOP_TIMEOUT_S)
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
+        return self.popen.wait()
+
+
+def eventually(condition, what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Poll until `condition()` is true; fail saying `what` after the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.05)
+
+
+def ask(address: str, prompt, *, timeout_s: float = 60, **sampling) -> list[inference_pb2.GenerateResponse]:
+    """All messages of one answer, greedy unless told otherwise. `prompt` is a text or a list of token ids."""
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        return list(stub.Generate(request(prompt, **sampling), timeout=timeout_s))
+
+
+def request(prompt, **sampling) -> inference_pb2.GenerateRequest:
+    message = inference_pb2.GenerateRequest(
+        sampling=inference_pb2.SamplingParams(**{"temperature": 0, **sampling})
+    )
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        message.token_ids.ids.extend(prompt)
+    return message
+
+
+def tokens(messages) -> list[int]:
+    return [token for message in messages for token in message.token_ids]
+
+
+def worker_status(address: str) -> worker_pb2.StatusResponse:
+    with grpc.insecure_channel(address) as channel:
+        return worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
+
+
+def assert_idle(*addresses: str) -> None:
+    """After idling: free + cached = total on every worker, nothing held, nothing running."""
+
+    def idle(address: str) -> bool:
+        status = worker_status(address)
+        blocks = status.blocks
+        assert not blocks.problems
+        return not (status.running or status.waiting) and blocks.free + blocks.cached == blocks.total
+
+    for address in addresses:
+        eventually(lambda address=address: idle(address), f"idle: {worker_status(address)}", timeout_s=30)
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)

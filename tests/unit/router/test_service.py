@@ -1,0 +1,247 @@
+"""The public API over a real gRPC server, with a worker driven by hand behind it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from headrace.block_hash import HashRoot, block_hashes
+from headrace.directory.records import Role, WorkerLoad, WorkerRecord
+from headrace.directory.view import DirectoryView
+from headrace.rpc.channel import open_channel
+from headrace.rpc.server import RpcServer
+from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.tokenizer import load_tokenizer
+from router.dispatch import Dispatcher
+from router.policy import load_policy
+from router.requests import RequestParser, ServedModel
+from router.service import InferenceService
+from router.sessions import Sessions
+from tests.unit.router.test_sessions import RPC, ManualWorker
+
+END = worker_pb2.SequenceEnd(finish_reason="length", cached_tokens=8, prefill_worker="p0", blocks_moved=3)
+
+
+class Front:
+    def __init__(self, stub, worker, dispatcher, view, model) -> None:
+        self.stub = stub
+        self.worker = worker
+        self.dispatcher = dispatcher
+        self.view = view
+        self.model = model
+
+
+@asynccontextmanager
+async def front(files, *, with_worker=True, max_inflight=10):
+    model = ServedModel("tiny", files, load_tokenizer(files), files.config.max_model_tokens)
+    worker, worker_server = ManualWorker("i1"), RpcServer(RPC, [])
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker_server.grpc_server)
+    worker_address = await worker_server.start()
+    view = DirectoryView()
+    if with_worker:
+        view.workers["d0"] = record(files, "d0", Role.DECODE, worker_address)
+        view.workers["p0"] = record(files, "p0", Role.PREFILL, "127.0.0.1:1")
+    sessions = Sessions(RPC, view.mark_gone)
+    dispatcher = Dispatcher(view, sessions, load_policy("prefix_load"), model, max_inflight)
+    server = RpcServer(RPC, [])
+    service = InferenceService(model, RequestParser(model, 1000), dispatcher, 30.0)
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
+    channel = open_channel(await server.start(), RPC)
+    try:
+        yield Front(inference_pb2_grpc.InferenceStub(channel), worker, dispatcher, view, model)
+    finally:
+        await channel.close()
+        await server.stop(0)
+        await sessions.close()
+        worker.frames.put_nowait(None)
+        await worker_server.stop(0)
+
+
+def record(files, name, role, address) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=name,
+        role=role,
+        address=address,
+        incarnation="i1",
+        model_name="tiny",
+        model_fingerprint=files.fingerprint,
+        tokenizer_fingerprint=files.tokenizer_fingerprint,
+        kv_dtype="float32",
+        block_size_tokens=4,
+        num_blocks=64,
+        max_model_tokens=files.config.max_model_tokens,
+        vocab_size=files.config.vocab_size,
+        transport="local",
+        draining=False,
+        load=WorkerLoad(running=0, waiting=0, waiting_tokens=0, free_blocks=64, cached_blocks=0),
+    )
+
+
+def ids(*values, **sampling) -> inference_pb2.GenerateRequest:
+    message = inference_pb2.GenerateRequest(sampling=inference_pb2.SamplingParams(**sampling))
+    message.token_ids.ids.extend(values)
+    return message
+
+
+async def answered(call, worker, token_ids, end=END):
+    """Let the worker send these tokens one by one, then the end; returns what it was asked and all messages."""
+    asked = (await worker.received.get()).start
+    for token_id in token_ids:
+        worker.send(asked.request_id, [token_id])
+    worker.send(asked.request_id, end=end)
+    return asked, [message async for message in call]
+
+
+async def test_text_arrives_as_the_tokens_say_with_usage_at_the_end(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        answer = f.model.tokenizer.encode("naïve 🙂 end", add_special=False)
+        call = f.stub.Generate(inference_pb2.GenerateRequest(text="hello", request_id="mine"))
+        asked, messages = await answered(call, f.worker, answer)
+        assert list(asked.token_ids) == f.model.tokenizer.encode("hello", add_special=True)
+        assert asked.prefill_workers[0].worker_id == "p0"
+        assert "".join(message.text for message in messages) == "naïve 🙂 end"
+        assert [t for message in messages for t in message.token_ids] == answer
+        assert {message.request_id for message in messages} == {"mine"}
+        last = messages[-1]
+        assert last.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        assert last.usage.prompt_tokens == len(asked.token_ids)
+        assert last.usage.completion_tokens == len(answer)
+        assert last.usage.cached_tokens == 8
+        assert last.hand_off.prefill_worker == "p0"
+        assert last.timings.total_s >= last.timings.time_to_first_token_s > 0
+        assert f.dispatcher.ledger.active_tokens == {}
+        assert f.dispatcher.num_inflight == 0
+
+
+async def test_absent_sampling_fields_take_their_defaults_and_zero_is_zero(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        asked, _ = await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5])
+        assert asked.sampling.temperature == 1.0
+        assert asked.sampling.top_p == 1.0
+        assert asked.sampling.max_tokens == f.model.max_model_tokens - 3
+        asked, _ = await answered(f.stub.Generate(ids(1, 2, 3, temperature=0.0, max_tokens=4)), f.worker, [5])
+        assert asked.sampling.temperature == 0.0
+        assert asked.sampling.max_tokens == 4
+
+
+async def test_a_stop_string_ends_the_answer_and_the_work(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        encode = f.model.tokenizer.encode
+        call = f.stub.Generate(inference_pb2.GenerateRequest(text="x", sampling={"stop": ["STOP"]}))
+        asked = (await f.worker.received.get()).start
+        for token_id in encode("one STOP two", add_special=False):
+            f.worker.send(asked.request_id, [token_id])
+        aborting = asyncio.create_task(f.worker.received.get())
+        messages = [message async for message in call if message.text or message.finish_reason]
+        abort = await aborting
+        assert abort.abort.request_id == asked.request_id
+        assert "".join(message.text for message in messages) == "one "
+        assert messages[-1].finish_reason == inference_pb2.FINISH_REASON_STOP
+        assert messages[-1].usage.completion_tokens <= len(encode("one STOP", add_special=False))
+
+
+async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        prompt = list(range(1, 41))
+        hashes = block_hashes(
+            HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32"), prompt
+        )
+        f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        f.view.index.store("p1", hashes[:5])
+        for _ in range(5):
+            asked, _ = await answered(f.stub.Generate(ids(*prompt)), f.worker, [5])
+            assert asked.prefill_workers[0].worker_id == "p1"
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "words"),
+    [
+        (inference_pb2.GenerateRequest(), "INVALID_ARGUMENT", ["input"]),
+        (inference_pb2.GenerateRequest(text="x", model="other"), "NOT_FOUND", ["other", "tiny"]),
+        (ids(1, temperature=-1), "INVALID_ARGUMENT", ["temperature", "-1", "100"]),
+        (ids(1, temperature=float("nan")), "INVALID_ARGUMENT", ["temperature", "nan"]),
+        (ids(1, top_p=0), "INVALID_ARGUMENT", ["top_p", "0"]),
+        (ids(1, top_k=-1), "INVALID_ARGUMENT", ["top_k", "-1"]),
+        (ids(1, max_tokens=0), "INVALID_ARGUMENT", ["max_tokens", "0", "1"]),
+        (ids(1, max_tokens=1 << 40), "INVALID_ARGUMENT", ["max_tokens", str(1 << 40)]),
+        (ids(1, stop=[""]), "INVALID_ARGUMENT", ["stop"]),
+        (ids(1, stop_token_ids=[1 << 30]), "INVALID_ARGUMENT", ["stop_token_ids", str(1 << 30)]),
+        (ids(1 << 31), "INVALID_ARGUMENT", ["token_ids", str(1 << 31)]),
+        (ids(*[1] * 5000), "INVALID_ARGUMENT", ["5000"]),
+        (inference_pb2.GenerateRequest(text="x" * 2000), "INVALID_ARGUMENT", ["text", "2000", "1000"]),
+        (
+            inference_pb2.GenerateRequest(chat={"messages": [{"role": "tool", "content": "x"}]}),
+            "INVALID_ARGUMENT",
+            ["chat.messages[0].role", "tool", "assistant"],
+        ),
+        (inference_pb2.GenerateRequest(chat={}), "INVALID_ARGUMENT", ["chat.messages"]),
+        (
+            inference_pb2.GenerateRequest(text="x", request_id="r" * 300),
+            "INVALID_ARGUMENT",
+            ["request_id", "256"],
+        ),
+    ],
+)
+async def test_bad_input_names_field_value_and_limit(tiny_model_files, message, code, words):
+    async with front(tiny_model_files) as f:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            [_ async for _ in f.stub.Generate(message)]
+        assert failure.value.code().name == code
+        for word in words:
+            assert word in failure.value.details()
+        assert f.worker.received.empty()
+
+
+async def test_too_many_requests_are_refused_at_once_with_a_hint(tiny_model_files):
+    async with front(tiny_model_files, max_inflight=1) as f:
+        first = f.stub.Generate(ids(1, 2, 3))
+        asked = (await f.worker.received.get()).start
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            [_ async for _ in f.stub.Generate(ids(1, 2, 3))]
+        assert failure.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(failure.value.trailing_metadata())["retry-after-ms"] == "1000"
+        f.worker.send(asked.request_id, [4], END)
+        assert [t async for m in first for t in m.token_ids] == [4]
+
+
+async def test_without_a_decode_worker_the_answer_is_unavailable(tiny_model_files):
+    async with front(tiny_model_files, with_worker=False) as f:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            [_ async for _ in f.stub.Generate(ids(1))]
+        assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "'tiny'" in failure.value.details()
+
+
+async def test_a_worker_that_is_lost_fails_the_request_and_is_not_asked_again(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        call = f.stub.Generate(ids(1, 2, 3))
+        asked = (await f.worker.received.get()).start
+        f.worker.send(asked.request_id, [4])
+        f.worker.frames.put_nowait(None)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            [_ async for _ in call]
+        assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "d0" not in f.view.workers
+        assert f.dispatcher.ledger.active_tokens == {}
+
+
+async def test_a_client_that_cancels_aborts_at_the_worker(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        call = f.stub.Generate(ids(1, 2, 3))
+        asked = (await f.worker.received.get()).start
+        call.cancel()
+        assert (await f.worker.received.get()).abort.request_id == asked.request_id
+        async with asyncio.timeout(5):
+            while f.dispatcher.num_inflight:
+                await asyncio.sleep(0.01)
+        assert f.dispatcher.ledger.active_tokens == {}
+
+
+async def test_list_models_and_tokenize(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        (model,) = (await f.stub.ListModels(inference_pb2.ListModelsRequest())).models
+        assert model.name == "tiny"
+        assert model.max_tokens == f.model.max_model_tokens
+        ids_of_text = await f.stub.Tokenize(inference_pb2.TokenizeRequest(text="hello"))
+        assert list(ids_of_text.token_ids) == f.model.tokenizer.encode("hello", add_special=True)
