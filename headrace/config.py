@@ -34,16 +34,18 @@ class _Section(BaseModel):
 class ModelSettings(_Section):
     """Which model is served, under which name."""
 
-    ref: str = Field(DEFAULT_MODEL, description="catalogue name, GGUF file, Hugging Face folder, or hub name")
-    cache_dir: Path = Field(
-        DEFAULT_CACHE_DIR, description="where fetched models are kept; ~ is the user's home"
+    ref: str = Field(
+        default=DEFAULT_MODEL, description="catalogue name, GGUF file, Hugging Face folder, or hub name"
     )
-    served_name: str = Field("", description="name that clients use; empty: the model's own name")
+    cache_dir: Path = Field(
+        default=DEFAULT_CACHE_DIR, description="where fetched models are kept; ~ is the user's home"
+    )
+    served_name: str = Field(default="", description="name that clients use; empty: the model's own name")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 where the processor multiplies it natively, else float32"
+        default="auto", description="auto: bfloat16 where the processor multiplies it natively, else float32"
     )
     max_model_tokens: int = Field(
-        0, ge=0, description="prompt and answer together; 0: what the model declares"
+        default=0, ge=0, description="prompt and answer together; 0: what the model declares"
     )
 
 
@@ -51,17 +53,19 @@ class EngineSettings(_Section):
     """Memory and scheduling of one worker's engine."""
 
     block_size_tokens: Positive = 32
-    num_blocks: int = Field(0, ge=0, description="KV blocks in the pool; 0: as many as kv_memory_bytes holds")
+    num_blocks: int = Field(
+        default=0, ge=0, description="KV blocks in the pool; 0: as many as kv_memory_bytes holds"
+    )
     kv_memory_bytes: Positive = 1 << 30
     max_step_tokens: Positive = Field(
-        512, description="token budget of one step: decodes first, prefill chunks fill it"
+        default=512, description="token budget of one step: decodes first, prefill chunks fill it"
     )
-    max_sequences: Positive = Field(64, description="sequences that run at once; others wait")
-    max_waiting: Positive = Field(1024, description="sequences that may wait; more are refused")
-    num_threads: int = Field(0, ge=0, description="compute threads; 0: one per core of this process")
+    max_sequences: Positive = Field(default=64, description="sequences that run at once; others wait")
+    max_waiting: Positive = Field(default=1024, description="sequences that may wait; more are refused")
+    num_threads: int = Field(default=0, ge=0, description="compute threads; 0: one per core of this process")
     attention: Literal["auto", "reference", "cpu"] = "auto"
     stall_warning_s: Seconds = Field(
-        10.0, description="work waiting and nothing scheduled for this long is logged"
+        default=10.0, description="work waiting and nothing scheduled for this long is logged"
     )
 
 
@@ -70,26 +74,31 @@ class KvSettings(_Section):
 
     transport: Literal["nixl", "local"] = "nixl"
     lease_ttl_s: Seconds = Field(
-        10.0, description="a hand-off's blocks stay held this long after the reader's last word"
+        default=10.0, description="a hand-off's blocks stay held this long after the reader's last word"
     )
     connect_timeout_s: Seconds = 5.0
-    transfer_timeout_s: Seconds = Field(10.0, description="longest time for one READ of announced blocks")
+    transfer_timeout_s: Seconds = Field(
+        default=10.0, description="longest time for one READ of announced blocks"
+    )
     progress_timeout_s: Seconds = Field(
-        15.0, description="a prefill that has started and shows no progress for this long is abandoned"
+        default=15.0,
+        description="a prefill that has started and shows no progress for this long is abandoned",
     )
     min_remote_tokens: int = Field(
-        64, ge=0, description="a prompt with fewer uncached tokens is prefilled by the decode worker itself"
+        default=64,
+        ge=0,
+        description="a prompt with fewer uncached tokens is prefilled by the decode worker itself",
     )
-    checksum: bool = Field(False, description="checksum each moved block at both ends")
+    checksum: bool = Field(default=False, description="checksum each moved block at both ends")
 
 
 class DirectorySettings(_Section):
     """Redis or Valkey: who is alive, and which worker holds which blocks."""
 
     url: str = "redis://127.0.0.1:6379/0"
-    cluster: str = Field("default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    cluster: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     worker_ttl_s: Seconds = Field(
-        5.0, description="a worker that does not refresh its record this long is gone"
+        default=5.0, description="a worker that does not refresh its record this long is gone"
     )
     publish_interval_s: Seconds = 0.05
 
@@ -98,16 +107,16 @@ class RpcSettings(_Section):
     """The process's own server and the channels it opens."""
 
     host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    port: int = Field(default=0, ge=0, le=65535, description="0: any free port")
     advertise_host: str = Field(
-        "", description="name or address that others reach this process by; empty: host"
+        default="", description="name or address that others reach this process by; empty: host"
     )
     max_message_bytes: Positive = 64 << 20
-    keepalive_s: Seconds = Field(5.0, description="a silent connection is probed this often")
+    keepalive_s: Seconds = Field(default=5.0, description="a silent connection is probed this often")
     keepalive_timeout_s: Seconds = Field(
-        5.0, description="a probe unanswered this long breaks the connection"
+        default=5.0, description="a probe unanswered this long breaks the connection"
     )
-    drain_timeout_s: Seconds = Field(30.0, description="on SIGTERM: time for running requests to end")
+    drain_timeout_s: Seconds = Field(default=30.0, description="on SIGTERM: time for running requests to end")
 
 
 class RouterSettings(_Section):
@@ -116,7 +125,9 @@ class RouterSettings(_Section):
     policy: str = "prefix_load"
     max_prompt_bytes: Positive = 16 << 20
     max_inflight_requests: Positive = 1024
-    default_timeout_s: Seconds = Field(600.0, description="deadline of a request whose client set none")
+    default_timeout_s: Seconds = Field(
+        default=600.0, description="deadline of a request whose client set none"
+    )
 
 
 class Settings(_Section):

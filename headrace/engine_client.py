@@ -6,7 +6,7 @@ The engine thread calls `deliver` once per step; it wakes the event loop once, h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -53,7 +53,7 @@ class EngineClient:
         return await asyncio.wrap_future(self.thread.call(command))
 
     @contextmanager
-    def subscribed(self, sequence_id: str, on_event: Callable[[Event], None]) -> Iterator[None]:
+    def subscribed(self, sequence_id: str, on_event: Callable[[Event], None]) -> Generator[None]:
         """Within the block, `on_event` gets the sequence's events. Subscribe before the sequence is submitted."""
         self._subscribers[sequence_id] = on_event
         try:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -19,7 +19,7 @@ from headrace.directory.view import DirectoryView
 from headrace.errors import Overloaded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import worker_pb2
-from headrace.sampling_params import FinishReason
+from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
 from router.ledger import Charge, Ledger
 from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView
@@ -206,11 +206,19 @@ async def _aborted(session: WorkerSession, stream: AnswerStream) -> worker_pb2.S
     return delta.end
 
 
+def _fitting(request: GenerationRequest, capacity_tokens: int) -> SamplingParams:
+    """An answer without a limit of the caller's own ends where the worker's KV pool does."""
+    room = max(1, capacity_tokens - len(request.token_ids))
+    if not request.open_ended or request.sampling.max_tokens <= room:
+        return request.sampling
+    return replace(request.sampling, max_tokens=room)
+
+
 def _start_message(request: GenerationRequest, plan: Plan) -> worker_pb2.StartRequest:
     return worker_pb2.StartRequest(
         request_id=request.id,
         token_ids=request.token_ids,
-        sampling=sampling_to_proto(request.sampling),
+        sampling=sampling_to_proto(_fitting(request, plan.decode.capacity_tokens)),
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
         prefill_workers=[

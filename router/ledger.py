@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from router.policy.views import Plan
@@ -50,7 +50,7 @@ class Ledger:
         self.active_tokens: Counter[str] = Counter()
 
     @contextmanager
-    def charged(self, plan: Plan, num_prompt_tokens: int) -> Iterator[Charge]:
+    def charged(self, plan: Plan, num_prompt_tokens: int) -> Generator[Charge]:
         charge = Charge(self, plan, num_prompt_tokens)
         try:
             yield charge

@@ -35,6 +35,7 @@ class GenerationRequest:
     label: str  # the caller's
     token_ids: list[int]
     sampling: SamplingParams
+    open_ended: bool  # the caller set no max_tokens: up to whatever limit is met first
     cache_salt: str
     timeout_s: float
 
@@ -58,6 +59,7 @@ class RequestParser:
             label=message.request_id or internal_id,
             token_ids=token_ids,
             sampling=self._sampling(message.sampling, len(token_ids)),
+            open_ended=not message.sampling.HasField("max_tokens"),
             cache_salt="",
             timeout_s=timeout_s,
         )

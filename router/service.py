@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import structlog
@@ -36,10 +36,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         progress = Progress()
-        remaining_s = context.time_remaining()
-        parsed = await self._parser.generation(
-            request, self._default_timeout_s if remaining_s is None else remaining_s
-        )
+        parsed = await self._parser.generation(request, self._timeout_s(context))
         outcome = "cancelled"
         try:
             async for update in self._dispatcher.generate(parsed, progress):
@@ -50,6 +47,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise
         finally:
             _log_end(parsed, progress, outcome)
+
+    def _timeout_s(self, context: grpc.aio.ServicerContext[Any, Any]) -> float:
+        """What is left of the client's deadline; the default, if it set none."""
+        remaining_s = cast("float | None", context.time_remaining())
+        return self._default_timeout_s if remaining_s is None else remaining_s
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -89,7 +89,7 @@ class WorkerSession:
         except (TimeoutError, grpc.aio.AioRpcError) as error:
             await self.close()
             raise WorkerGone(f"no session with {self.worker_id}: {_reason(error)}") from None
-        if frame is grpc.aio.EOF or frame.incarnation != self.incarnation:
+        if not isinstance(frame, worker_pb2.StepFrame) or frame.incarnation != self.incarnation:
             await self.close()
             raise WorkerGone(f"{self.worker_id} is no longer incarnation {self.incarnation}")
 
@@ -98,7 +98,9 @@ class WorkerSession:
         writer = asyncio.create_task(self._write(), name=f"session writer {self.worker_id}")
         error: HeadraceError = WorkerGone(f"decode worker {self.worker_id} ended its session")
         try:
-            while (frame := await self._call.read()) is not grpc.aio.EOF:
+            while isinstance(
+                frame := await self._call.read(), worker_pb2.StepFrame
+            ):  # else: the end of the stream
                 for delta in frame.deltas:
                     stream = self._streams.get(delta.request_id)
                     if stream is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import grpc
 
@@ -37,7 +38,9 @@ class Client:
     def __init__(self, address: str) -> None:
         self.address = address
         self._channel = grpc.insecure_channel(address)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(
+            cast("Any", self._channel)
+        )  # its types are those of grpc.aio
 
     def __enter__(self) -> Client:
         return self

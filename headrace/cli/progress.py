@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def obtain_model(ref: str, cache_dir: Path) -> ModelFiles:
 
 
 @contextmanager
-def cluster_progress() -> Iterator[OnStage]:
+def cluster_progress() -> Generator[OnStage]:
     """Within the block, the yielded function shows one line per part of the cluster with its stage."""
     stages: dict[str, str] = {}
 

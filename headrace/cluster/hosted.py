@@ -34,7 +34,7 @@ class HostedProcess:
         self._make = make
         self._address: Future[str] = Future()
         self._stop = threading.Event()
-        self._wake: Callable[[], None] = self._stop.set
+        self._wake: Callable[[], object] = self._stop.set
         self._thread = threading.Thread(target=self._run, name="process", daemon=True)
         self._thread.start()
 

@@ -41,7 +41,8 @@ class LocalCluster:
     ) -> None:
         """`port`: of the public API, 0 for any free one. `on_stage(name, stage)` is told the progress of the start."""
         self._settings = settings
-        self._kinds: list[Kind] = [*["prefill"] * num_prefill, *["decode"] * num_decode]
+        kinds: dict[Kind, int] = {"prefill": num_prefill, "decode": num_decode}
+        self._kinds = [kind for kind, count in kinds.items() for _ in range(count)]
         self._port = port
         self._on_stage = on_stage
         self._cleanup = ExitStack()

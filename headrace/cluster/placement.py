@@ -7,11 +7,13 @@ comes back under its name, with a new incarnation, when its process dies.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import structlog
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -86,7 +88,9 @@ def place(spec: ProcessSpec, bundles: list[Resources]) -> PlacedProcess:
     return PlacedProcess(spec, actor, group)
 
 
-def wait_until_serving(placed: list[PlacedProcess], timeout_s: float, on_stage: Any) -> list[str]:
+def wait_until_serving(
+    placed: list[PlacedProcess], timeout_s: float, on_stage: Callable[[str, str], None]
+) -> list[str]:
     """Addresses, in order, once all serve. `on_stage(name, stage)` is told each change.
 
     Raises what a start raised, or DeadlineExceeded naming who is late and in which stage.
@@ -125,16 +129,16 @@ def _ask(process: PlacedProcess, deadline: float) -> tuple[str, str | None]:
     calls = [process.actor.stage.remote(), process.actor.address.remote()]
     try:
         return tuple(ray.get(calls, timeout=max(1.0, deadline - time.monotonic())))
-    except ray.exceptions.GetTimeoutError:
+    except GetTimeoutError:
         return "starting its process", None
-    except ray.exceptions.RayTaskError as error:
+    except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, HeadraceError):
             raise cause from None
         raise Unavailable(
             f"{process.spec.name} could not start: {cause}; log: {process.spec.log_file}"
         ) from None
-    except ray.exceptions.RayActorError as error:
+    except RayActorError as error:
         raise Unavailable(
             f"{process.spec.name} died while it started: {error}; log: {process.spec.log_file}"
         ) from None
@@ -160,5 +164,5 @@ def _sum(bundles: list[Resources]) -> Resources:
     return total
 
 
-def _known(available: Resources, bundles: list[Resources]) -> Resources:
+def _known(available: Mapping[str, float], bundles: list[Resources]) -> Resources:
     return {resource: available.get(resource, 0.0) for resource in _sum(bundles)}

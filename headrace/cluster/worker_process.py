@@ -67,11 +67,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return await self._status()
 
     async def Session(
-        self, request: AsyncIterator[worker_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        request_iterator: AsyncIterator[worker_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[worker_pb2.StepFrame]:
         if self._decode is None:
             raise InvalidRequest("role", Role.PREFILL, "sessions are held by decode workers")
-        async for frame in self._decode.session(request):
+        async for frame in self._decode.session(request_iterator):
             yield frame
 
 

@@ -19,7 +19,21 @@ from headrace import gguf_metadata
 from headrace.errors import ModelError
 from headrace.tokenizer.gguf import read_vocabulary
 
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "Ġ Ġ", "Ġ ĠĠ", "1 2", "12 3", "123 4", "Ġ 1", ". Ċ", "' s"]
+MERGES = [
+    "h e",
+    "l l",
+    "he ll",
+    "hell o",
+    "Ġ hello",
+    "Ġ Ġ",
+    "Ġ ĠĠ",
+    "1 2",
+    "12 3",
+    "123 4",
+    "Ġ 1",
+    ". Ċ",
+    "' s",
+]
 # As published in the tokenizer.json of gpt2, SmolLM2, Meta-Llama-3 and Qwen2.
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 LLAMA3 = (

@@ -57,7 +57,10 @@ def reference(transformers_tokenizer):
     """
     description = json.loads(transformers_tokenizer.backend_tokenizer.to_str())
     digits = {"type": "Digits", "individual_digits": True}
-    description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, description["pre_tokenizer"]]}
+    description["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [digits, description["pre_tokenizer"]],
+    }
     return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
@@ -113,7 +116,9 @@ def test_chats_are_written_and_tokenized_as_by_transformers(
 ):
     messages = [ChatMessage(role, content) for role, content in chat]
     as_dicts = [{"role": role, "content": content} for role, content in chat]
-    expected = transformers_tokenizer.apply_chat_template(as_dicts, tokenize=False, add_generation_prompt=True)
+    expected = transformers_tokenizer.apply_chat_template(
+        as_dicts, tokenize=False, add_generation_prompt=True
+    )
     assert tokenizer.apply_chat_template(messages) == expected
     assert tokenizer.encode_chat(messages) == reference.encode(expected, add_special_tokens=False).ids
     closed = transformers_tokenizer.apply_chat_template(as_dicts, tokenize=False)

@@ -1,0 +1,306 @@
+"""Who runs in which step: budget, order, admission, preemption. The model is left out: chunks count as computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.config import EngineSettings
+from headrace.engine.block_pool import BlockPool, Hold
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Event, Failed, Reserved, Sequence, Started, State
+from headrace.errors import AlreadyExists, InvalidRequest, Overloaded
+from tests.support.audit import assert_idle_pool, assert_sound
+from tests.support.engine_driver import make_sequence
+
+B = 4
+
+
+class Desk:
+    """A scheduler and its pool; `step` plans, pretends to compute, and draws token 7 for whoever samples."""
+
+    def __init__(self, num_blocks: int = 16, **settings: int) -> None:
+        self.pool = BlockPool(num_blocks, B)
+        limits = {"max_step_tokens": 8, "max_sequences": 4, "max_waiting": 8} | settings
+        self.scheduler = Scheduler(self.pool, EngineSettings(block_size_tokens=B, **limits))
+        self.events: list[Event] = []
+
+    def add(self, sequence_id: str, num_tokens: int, first: int = 0, **more) -> Sequence:
+        sequence = make_sequence(sequence_id, range(first, first + num_tokens), **more)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[tuple[str, int, int]]:
+        plan = self.scheduler.schedule(self.events, now_s=0.0)
+        for chunk in plan.chunks:
+            samples = chunk.samples
+            self.scheduler.computed(chunk)
+            if samples:
+                chunk.sequence.token_ids.append(7)
+        assert_sound(self.pool.audit(self.scheduler.block_users()))
+        return [(chunk.sequence.id, chunk.start, chunk.num_tokens) for chunk in plan.chunks]
+
+    def end_all(self) -> None:
+        for sequence in self.scheduler.alive():
+            self.scheduler.end(sequence)
+
+
+def test_a_prompt_is_cut_into_chunks_of_the_budget():
+    desk = Desk()
+    desk.add("a", 19)
+    assert [desk.step() for _ in range(4)] == [[("a", 0, 8)], [("a", 8, 8)], [("a", 16, 3)], [("a", 19, 1)]]
+    assert desk.events == [Started("a", 0)]
+
+
+def test_decodes_come_first_and_prefill_fills_the_rest_in_order_of_arrival():
+    desk = Desk()
+    desk.add("a", 2)
+    desk.step()
+    desk.add("b", 10, first=100)
+    desk.add("c", 3, first=200)
+    assert desk.step() == [("a", 2, 1), ("b", 0, 7)]
+    assert desk.step() == [("a", 3, 1), ("b", 7, 3), ("c", 0, 3)]
+    assert desk.step() == [("a", 4, 1), ("b", 10, 1), ("c", 3, 1)]
+
+
+def test_more_decodes_than_budget_run_oldest_first():
+    desk = Desk(max_step_tokens=2)
+    for number in range(3):
+        desk.add(str(number), 1, first=10 * number)
+    desk.step()
+    assert desk.step() == [("0", 1, 1), ("1", 1, 1)]
+
+
+def test_at_most_max_sequences_run():
+    desk = Desk(max_sequences=2)
+    for number in range(3):
+        desk.add(str(number), 2, first=10 * number)
+    desk.step()
+    assert (desk.scheduler.num_running, desk.scheduler.num_waiting) == (2, 1)
+    assert desk.scheduler.num_waiting_tokens == 2 + 1 + 1
+    assert "2 places" in desk.scheduler.why_blocked()
+    desk.scheduler.end(desk.scheduler.alive()[0])
+    assert ("2", 0, 2) in desk.step()
+
+
+def test_the_first_in_the_queue_is_not_overtaken():
+    desk = Desk(num_blocks=8)
+    desk.add("large", 5 * B, max_tokens=1)
+    desk.step()
+    desk.add("waits", 4 * B, first=100)
+    desk.add("small", 1, first=200)
+    assert desk.step() == [("large", 8, 8)]
+    assert desk.scheduler.num_waiting == 2
+    assert "needs 4 blocks, 3 of 8" in desk.scheduler.why_blocked()
+    assert not Desk().scheduler.has_work
+
+
+def test_admission_leaves_a_block_for_each_that_decodes():
+    desk = Desk(num_blocks=4)
+    desk.add("a", B, max_tokens=8)
+    desk.step()
+    desk.add("b", 3 * B, first=100, max_tokens=1)
+    assert desk.step() == [("a", B, 1)], "three blocks are free, but the next token of a needs one of them"
+
+
+def test_cached_blocks_that_a_prompt_reuses_do_not_count_as_room():
+    desk = Desk(num_blocks=4)
+    desk.scheduler.end(_stepped(desk, "a", 2 * B))
+    assert (desk.pool.num_free, desk.pool.num_cached) == (2, 2)
+    blocker = _stepped(desk, "blocker", 2 * B, first=100, hold_ttl_s=1.0)
+    assert desk.pool.num_available == 2
+    # It reuses both cached blocks and needs a third.
+    desk.add("b", 2 * B + 1, max_tokens=1)
+    assert desk.step() == [] or desk.scheduler.num_waiting == 1
+    assert desk.pool.release_hold("blocker")
+    desk.scheduler.end(blocker)
+    assert desk.step() == [("b", 2 * B, 1)]
+
+
+def _stepped(desk: Desk, sequence_id: str, num_tokens: int, **more) -> Sequence:
+    sequence = desk.add(sequence_id, num_tokens, **more)
+    desk.step()
+    assert sequence.num_computed == num_tokens
+    return sequence
+
+
+def test_a_full_hit_still_computes_one_token():
+    desk = Desk()
+    desk.scheduler.end(_stepped(desk, "a", 2 * B))
+    desk.add("b", 2 * B)
+    assert desk.step() == [("b", B, B)]
+    assert desk.events[-1] == Started("b", B)
+
+
+def test_a_reservation_takes_all_blocks_that_are_cached_and_fills_the_rest():
+    desk = Desk()
+    desk.scheduler.end(_stepped(desk, "a", 2 * B))
+    reserved = desk.add("whole", 2 * B)
+    reserved.from_outside = True
+    longer = desk.add("longer", 2 * B + 1)
+    longer.from_outside = True
+    assert desk.step() == []
+    assert desk.events[1:] == [
+        Reserved("whole", reserved.block_ids, 2),
+        Reserved("longer", longer.block_ids, 2),
+    ]
+    assert [len(reserved.block_ids), len(longer.block_ids)] == [2, 3]
+    audit = desk.pool.audit(desk.scheduler.block_users())
+    assert (audit.active, audit.filling) == (2, 1)
+    desk.scheduler.adopt(longer, 9)
+    assert desk.step() == [("longer", 2 * B + 1, 1)]
+
+
+def test_a_reservation_needs_no_budget_but_keeps_its_turn():
+    desk = Desk(max_step_tokens=1)
+    desk.add("a", 1)
+    desk.step()
+    desk.add("b", 1, first=100)
+    reserved = desk.add("r", 1, first=200)
+    reserved.from_outside = True
+    assert desk.step() == [("a", 1, 1)]
+    assert reserved.state is State.WAITING, "b is before it"
+    desk.scheduler.end(desk.scheduler.alive()[1])
+    assert desk.step() == [("a", 2, 1)]
+    assert reserved.state is State.RESERVED
+
+
+def test_the_newest_gives_way_and_comes_back_first_with_its_output():
+    desk = Desk(num_blocks=5)
+    a = desk.add("a", B, max_tokens=12)
+    b = desk.add("b", B, first=100, max_tokens=12)
+    desk.step()
+    desk.step()
+    for _ in range(3):
+        desk.step()
+    c = desk.add("c", 1, first=200)
+    while b.state is State.RUNNING:
+        desk.step()
+    assert desk.scheduler.num_preemptions == b.num_preemptions == 1
+    assert b.block_ids == []
+    num_known = len(b.token_ids)
+    while a.state is State.RUNNING and b.state is State.WAITING and len(a.token_ids) < 16:
+        desk.step()
+    assert c.state is State.WAITING
+    desk.scheduler.end(a)
+    # What the tree kept of its own blocks is reused; the rest is computed again from prompt and output.
+    first, *_ = desk.step()
+    assert first[0] == "b"
+    assert first[1] + first[2] == num_known
+    assert [event for event in desk.events if event.sequence_id == "b"] == [Started("b", 0)]
+    assert desk.scheduler.num_queried_tokens == 2 * B + 1
+
+
+def test_reserved_and_held_sequences_are_not_preempted():
+    desk = Desk(num_blocks=6)
+    a = desk.add("a", B - 1, max_tokens=9)
+    desk.step()
+    reserved = desk.add("r", B, first=100)
+    reserved.from_outside = True
+    held = desk.add("h", 3 * B, first=200, hold_ttl_s=5.0)
+    desk.step()
+    assert (reserved.state, held.state) == (State.RESERVED, State.RUNNING)
+    assert desk.pool.num_available == 1
+    for _ in range(B + 1):
+        desk.step()
+    assert a.state is State.WAITING
+    assert (reserved.state, held.state) == (State.RESERVED, State.RUNNING)
+    assert not desk.events[3:]
+
+
+def test_alone_and_without_a_block_it_waits_but_not_for_ever():
+    desk = Desk(num_blocks=4)
+    outside = desk.pool.allocate(2)
+    desk.pool.hold(Hold("reader", "test", outside, 9.0, 9.0))
+    desk.pool.release(outside)
+    a = desk.add("a", B, max_tokens=8)
+    while a.state is not State.WAITING:
+        desk.step()
+    assert desk.step() == []
+    assert not desk.scheduler.has_work
+    for round_ in range(2, 20):
+        # Just enough for what is known by now; the next block is missing again.
+        desk.pool.release_hold("reader")
+        desk.step()
+        if desk.pool.num_available == 0:
+            break
+        taken = desk.pool.allocate(desk.pool.num_available)
+        while a.state is State.RUNNING:
+            desk.step()
+        if a.state is State.FINISHED:
+            break
+        desk.pool.hold(Hold("reader", "test", taken, 9.0, 9.0))
+        desk.pool.release(taken)
+        a.token_ids = a.token_ids[:B]  # it got nowhere, so that this can go on
+        a.hashes = a.hashes[:1]
+        assert a.num_preemptions == round_
+    [failed] = [event for event in desk.events if isinstance(event, Failed)]
+    assert isinstance(failed.error, Overloaded)
+    assert a.num_preemptions == 8
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "hold_ttl_s", "field"),
+    [
+        (16 * B, 1, None, "prompt"),
+        (16 * B - 1, 1, None, None),
+        (16 * B - 1, 2, None, "max_tokens"),
+        (10, 16 * B - 10, None, None),
+        (10, 16 * B - 9, None, "max_tokens"),
+        (16 * B, 99, 1.0, None),
+        (16 * B + 1, 99, 1.0, "prompt"),
+    ],
+)
+def test_what_can_never_fit_the_pool_is_refused(num_tokens, max_tokens, hold_ttl_s, field):
+    desk = Desk()
+    sequence = make_sequence("a", range(num_tokens), max_tokens, hold_ttl_s=hold_ttl_s)
+    if field is None:
+        desk.scheduler.add(sequence)
+        return
+    with pytest.raises(InvalidRequest, match="KV pool holds 64 tokens") as refused:
+        desk.scheduler.add(sequence)
+    assert refused.value.field == field
+    assert desk.scheduler.alive() == []
+
+
+def test_output_of_an_earlier_attempt_counts_once():
+    desk = Desk()
+    desk.scheduler.add(make_sequence("a", range(20), max_tokens=16 * B - 10, num_output_tokens=10))
+    with pytest.raises(InvalidRequest, match="at most 54 remain"):
+        desk.scheduler.add(make_sequence("b", range(20), max_tokens=16 * B - 9, num_output_tokens=10))
+
+
+def test_the_queue_is_bounded():
+    desk = Desk(max_waiting=2)
+    desk.add("a", 1)
+    desk.add("b", 1)
+    with pytest.raises(Overloaded):
+        desk.add("c", 1)
+
+
+def test_an_id_is_taken_while_it_lives_or_owns_blocks():
+    desk = Desk()
+    desk.add("a", B, hold_ttl_s=5.0)
+    with pytest.raises(AlreadyExists):
+        desk.add("a", B)
+    desk.step()
+    [a] = desk.scheduler.alive()
+    a.num_announced_blocks = 1
+    desk.scheduler.end(a)
+    with pytest.raises(AlreadyExists):
+        desk.add("a", B)
+    desk.pool.release_hold("a")
+    desk.add("a", B)
+    desk.end_all()
+    assert_idle_pool(desk.pool.audit(desk.scheduler.block_users()))
+
+
+def test_generated_blocks_are_found_like_prompt_blocks():
+    desk = Desk()
+    a = desk.add("a", B, max_tokens=9)
+    for _ in range(B + 2):
+        desk.step()
+    desk.scheduler.end(a)
+    b = make_sequence("b", a.token_ids)
+    desk.scheduler.add(b)
+    desk.step()
+    assert b.num_cached_tokens == 2 * B

@@ -1,0 +1,92 @@
+"""The template dialect, against the rendering of transformers itself."""
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from headrace.errors import InvalidRequest, ModelError
+from headrace.tokenizer.chat_template import ChatMessage, ChatTemplate
+
+CHAT = [("system", "Be <brief> & \"kind\" 'é'"), ("user", "1 < 2?\n"), ("assistant", " yes "), ("user", "🙂")]
+TEMPLATES = {
+    "plain": "{% for message in messages %}\n  {% if true %}\n{{ message['role'] }}: {{ message.content }}\n  {% endif %}"
+    "\n{% endfor %}\n",
+    "tokens": "{{ bos_token }}{% for m in messages %}{{ m.content | trim }}{{ eos_token }}{% endfor %}",
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ messages[0] | tojson(sort_keys=true) }}"
+    "{{ messages[0] | tojson(true, none, [',', ':']) }}",
+    "no tools": "{% if tools is not none %}tools{% endif %}{% if tools is defined %}defined{% endif %}"
+    "{% if documents %}documents{% endif %}{{ messages | length }}",
+    "loops": "{% for m in messages %}{% if m.role == 'assistant' %}{% continue %}{% endif %}{{ loop.index }}"
+    "{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endif %}{% endfor %}",
+    "macro": "{% macro turn(m) %}{{ bos_token }}{{ m.role }}{% endmacro %}{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ turn(m) }}{{ ns.n }}{% endfor %}",
+    "prompt": "{% if add_generation_prompt %}<|assistant|>{% else %}-{% endif %}",
+    "year": "{{ strftime_now('%Y') }}",
+}
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_templates_render_as_in_transformers(name, prompt):
+    template = ChatTemplate(TEMPLATES[name], bos_token="<s>", eos_token="</s>")
+    ours = template.render([ChatMessage(*entry) for entry in CHAT], add_generation_prompt=prompt)
+    theirs, _ = render_jinja_template(
+        conversations=[[{"role": role, "content": content} for role, content in CHAT]],
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=prompt,
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    assert ours == theirs[0]
+    assert ours
+
+
+def render(source: str, messages: list[ChatMessage] | None = None) -> str:
+    messages = [ChatMessage("user", "x")] if messages is None else messages
+    return ChatTemplate(source, bos_token="", eos_token="").render(messages, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[5].content }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 // 0 }}",
+        "{{ nothing.at.all }}",
+    ],
+)
+def test_a_chat_that_the_template_refuses_is_the_callers_fault(source):
+    with pytest.raises(
+        InvalidRequest, match=r"chat: \['user'\] is not allowed; the model's chat template refuses"
+    ):
+        render(source)
+
+
+def test_the_templates_own_words_reach_the_caller():
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_an_empty_chat_is_refused():
+    with pytest.raises(InvalidRequest, match="at least one message"):
+        render("x", [])
+
+
+def test_a_template_that_can_not_be_compiled_is_the_models_fault():
+    with pytest.raises(ModelError, match="can not be compiled"):
+        render("{% for %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+    ],
+)
+def test_a_template_can_not_leave_its_sandbox(source):
+    with pytest.raises((ModelError, InvalidRequest)):
+        render(source)
