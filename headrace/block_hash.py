@@ -52,7 +52,7 @@ class HashRoot:
 
 
 def extend(parent: bytes, token_ids: Sequence[int], block_size_tokens: int) -> list[bytes]:
-    """Hashes of the full blocks in `token_ids`, chained to `parent` (a root or block digest). A partial tail has none."""
+    """Hashes of the full blocks in `token_ids`, chained to `parent` (root or block digest). A partial tail has none."""
     num_full = len(token_ids) // block_size_tokens
     data = np.asarray(token_ids[: num_full * block_size_tokens], dtype="<u4").tobytes()
     stride = block_size_tokens * 4

@@ -1,7 +1,8 @@
 """The transport seam: one-sided READs of KV blocks from a peer's registered memory into ours.
 
-One block is one descriptor: block `i` lies at `base + i * block_bytes`, contiguous, on both sides. A transport is created
-around one registered region and used by one thread only (`kv_transfer.transfer_thread`); nothing here is thread-safe.
+One block is one descriptor: block `i` lies at `base + i * block_bytes`, contiguous, on both sides. A transport is
+created around one registered region and used by one thread only (`kv_transfer.transfer_thread`); nothing here is
+thread-safe.
 
 Implementations: `nixl` (UCX: NVLink, RDMA, shared memory, TCP), `local` (in-process), `faulty` (wraps another one).
 """

@@ -83,7 +83,8 @@ class Dispatcher:
                     async for update in self._updates(request, session, stream, charge, progress):
                         yield update
                 finally:
-                    session.abort(request.id)  # nothing, when it has ended
+                    if not stream.ended:
+                        session.abort(request.id)
                     session.forget(request.id)
         finally:
             self.num_inflight -= 1

@@ -33,6 +33,7 @@ class AnswerStream:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.ended = False  # the worker has nothing to do for it any more
         self._delta = Delta()
         self._error: HeadraceError | None = None
         self._ready = asyncio.Event()
@@ -41,10 +42,12 @@ class AnswerStream:
         self._delta.token_ids.extend(message.token_ids)
         if message.HasField("end"):
             self._delta.end = message.end
+            self.ended = True
         self._ready.set()
 
     def fail(self, error: HeadraceError) -> None:
         self._error = error
+        self.ended = True
         self._ready.set()
 
     async def take(self) -> Delta:

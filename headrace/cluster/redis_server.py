@@ -146,12 +146,12 @@ def _free_port() -> int:
 
 def _answers(port: int, pid: int) -> bool:
     """Whether the server at `port` serves and is process `pid`: another one may have come first."""
-    wanted, answer = f"process_id:{pid}\r\n".encode(), b""
+    answer = b""
     try:
         with socket.create_connection((_HOST, port), timeout=_PROBE_TIMEOUT_S) as connection:
-            connection.sendall(b"INFO server\r\n")
-            while wanted not in answer and (data := connection.recv(4096)):
+            connection.sendall(b"INFO server\r\nQUIT\r\n")
+            while data := connection.recv(4096):
                 answer += data
-    except OSError:  # refused, or nothing more came
+    except OSError:  # refused, reset or silent
         return False
-    return wanted in answer
+    return f"process_id:{pid}\r\n".encode() in answer

@@ -12,6 +12,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -49,6 +50,7 @@ log = structlog.get_logger()
 _WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _KV_SERVICE = kv_pb2.DESCRIPTOR.services_by_name["KvExchange"].full_name
 _ENGINE_STOP_TIMEOUT_S = 10.0
+_SERVER_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.05
 
 MakeTransport = Callable[[str, str, BlockRegion], Transport]  # name, incarnation, region
@@ -96,9 +98,17 @@ class WorkerProcess:
         self._incarnation = secrets.token_hex(8)
         self._draining = False
         self._background: set[asyncio.Task[None]] = set()
+        self._cleanup = AsyncExitStack()
 
     async def start(self) -> str:
-        """Load the model, serve, join the directory. Returns the address. Raises HeadraceError."""
+        """Load the model, serve, join the directory. Returns the address. Raises HeadraceError, and leaves nothing."""
+        try:
+            return await self._start()
+        except BaseException:
+            await self._cleanup.aclose()
+            raise
+
+    async def _start(self) -> str:
         settings = self._settings
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         self._report("obtaining the model")
@@ -115,7 +125,7 @@ class WorkerProcess:
         return record.address
 
     async def stop(self) -> None:
-        """Drain: leave the directory, admit nothing, finish, let held KV be read; then exit."""
+        """Drain: leave the directory's candidates, admit nothing, finish, let held KV be read; then end."""
         self._draining = True
         self._exchange.drain()
         if self._decode is not None:
@@ -125,13 +135,7 @@ class WorkerProcess:
                 await self._idle()
         except TimeoutError:
             log.warning("drain ran out of time", seconds=self._settings.rpc.drain_timeout_s)
-        await self._publisher.stop()
-        await self._server.stop(1.0)
-        await self._peers.close()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        await asyncio.to_thread(self._engine.thread.stop, _ENGINE_STOP_TIMEOUT_S)
-        await self._transfers.close()
-        await self._directory.close()
+        await self._cleanup.aclose()
 
     def _load(self) -> None:
         settings = self._settings
@@ -147,31 +151,44 @@ class WorkerProcess:
         kv = self._settings.kv
         region = BlockRegion(self._cache.address, self._cache.num_blocks, self._cache.block_bytes)
         self._transfers = TransferThread(
-            lambda: self._make_transport(kv.transport, self._incarnation, region)
+            lambda: self._make_transport(kv.transport, self._incarnation, region), region.block_bytes
         )
+        self._cleanup.push_async_callback(self._transfers.close)
         await self._transfers.start()
         self._engine = EngineClient(self._core, self._files.config, self._publish_blocks)
 
     async def _serve(self) -> None:
+        """Everything that others see of this worker, the directory last."""
         settings = self._settings
-        services = [_WORKER_SERVICE, _KV_SERVICE]
-        self._server = RpcServer(settings.rpc, services)
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
         self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc)
         self._exchange = KvExchangeService(
             self._engine, self._peers, self._root_digest, self._cache.checksums
         )
         self._decode = DecodeWorker(self._decode_context()) if self._role != Role.PREFILL else None
-        kv_pb2_grpc.add_KvExchangeServicer_to_server(self._exchange, self._server.grpc_server)
-        worker_pb2_grpc.add_WorkerServicer_to_server(
-            WorkerService(self._status, self._decode), self._server.grpc_server
-        )
-        own.address = await self._server.start()
         self._engine.thread.start()
-        self._directory = RedisDirectory(settings.directory)
-        self._publisher = Publisher(self._directory, self._record, settings.directory)
+        self._cleanup.push_async_callback(asyncio.to_thread, self._engine.thread.stop, _ENGINE_STOP_TIMEOUT_S)
+        self._cleanup.push_async_callback(self._end_background)
+        self._cleanup.push_async_callback(self._peers.close)
+
+        self._server = RpcServer(settings.rpc, [_WORKER_SERVICE, _KV_SERVICE])
+        kv_pb2_grpc.add_KvExchangeServicer_to_server(self._exchange, self._server.grpc_server)
+        worker = WorkerService(self._status, self._decode)
+        worker_pb2_grpc.add_WorkerServicer_to_server(worker, self._server.grpc_server)
+        own.address = await self._server.start()
+        self._cleanup.push_async_callback(self._server.stop, _SERVER_GRACE_S)
+
+        directory = RedisDirectory(settings.directory)
+        self._cleanup.push_async_callback(directory.close)
+        self._publisher = Publisher(directory, self._record, settings.directory)
         await self._publisher.start()
+        self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)
+
+    async def _end_background(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _idle(self) -> None:
         """Returns when no request, no prompt and no hold is left."""

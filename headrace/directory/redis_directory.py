@@ -244,6 +244,8 @@ class RedisDirectory:
                 f"directory at {self._shown_url} gave no answer within {_ANSWER_TIMEOUT_S:g} s"
             ) from None
         except (RedisError, OSError) as error:
+            # A primary that was demoted answers on, read-only: the next call connects to whoever has its name now.
+            await self._redis.connection_pool.disconnect(inuse_connections=False)
             raise Unavailable(f"directory at {self._shown_url}: {error or type(error).__name__}") from error
 
 

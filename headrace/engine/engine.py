@@ -95,8 +95,8 @@ class Engine:
         self._scheduler.adopt(sequence, token_id)
 
     def abort(self, sequence_id: str) -> None:
-        """Stop a sequence without a further event; nothing for an unknown id. Blocks announced under a hold stay held,
-        blocks that are being filled are quarantined until `settle(sequence_id)`.
+        """Stop a sequence without a further event; nothing for an id that is unknown or over. Blocks announced under a
+        hold stay held, blocks that are being filled are quarantined until `settle(sequence_id)`.
         """
         sequence = self._scheduler.find(sequence_id)
         if sequence is not None:

@@ -26,7 +26,7 @@ class State(Enum):
 class Sequence:
     """One request inside the engine. Made by the caller, then owned by the engine until its last event.
 
-    `token_ids` is prompt then output; a sequence that goes on after an earlier attempt starts with output already there.
+    `token_ids` is prompt then output; a sequence that goes on after an earlier attempt starts with output in it.
     Only the scheduler changes `state`, `block_ids`, `num_computed` and `hashes`.
     """
 

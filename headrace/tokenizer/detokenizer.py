@@ -60,7 +60,7 @@ class IncrementalDetokenizer:
             self.stopped = True
         else:
             end = len(self._held) - self._num_undecided()
-        text, self._held = self._held[:end], "" if self.stopped else self._held[end:]
+        text, self._held = self._held[:end], self._held[end:]
         return text
 
     def _stop_start(self) -> int | None:

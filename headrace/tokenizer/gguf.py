@@ -126,13 +126,12 @@ def _backend(
     unknown: str | None = None,
 ) -> tokenizers.Tokenizer:
     try:
-        # Byte fallback and fusing of unknowns have no effect on a byte-level vocabulary, which knows every byte.
+        # Byte fallback has no effect on a byte-level vocabulary, which knows every byte.
         return tokenizers.Tokenizer(
             models.BPE(
                 vocab,
                 merges,
                 unk_token=unknown,
-                fuse_unk=True,
                 byte_fallback=True,
                 ignore_merges=ignore_merges,
             )

@@ -52,9 +52,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class FaultyDirectory:
-    """Passes calls on to `target`, unless `cut`: then every call fails. `lose` events that the next read would bring.
+    """Passes calls on to `target`.
 
-    `cut_answers`: writes are done, and their answers lost.
+    `cut`: every call fails. `cut_answers`: writes are done, and their answers lost. `num_lost`: so many of the
+    next events never arrive.
     """
 
     def __init__(self, target: Directory) -> None:
@@ -63,9 +64,6 @@ class FaultyDirectory:
         self.cut_answers = False
         self.num_lost = 0
         self.num_writes = 0
-
-    def lose(self, num_events: int) -> None:
-        self.num_lost = num_events
 
     async def register(
         self, record: WorkerRecord, sequence: int, blocks: Collection[bytes], *, take_over: bool
@@ -93,7 +91,8 @@ class FaultyDirectory:
     async def events(self, after: str, timeout_s: float) -> tuple[str, list[DirectoryEvent]]:
         self._check()
         position, events = await self.target.events(after, timeout_s)
-        lost, self.num_lost = min(self.num_lost, len(events)), 0
+        lost = min(self.num_lost, len(events))
+        self.num_lost -= lost
         return position, events[lost:]
 
     def _check(self) -> None:

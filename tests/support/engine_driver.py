@@ -42,7 +42,9 @@ def make_sequence(
 class RecordingRunner(ScriptedRunner):
     """Keeps (sequence id, start, number of tokens) of every chunk, by step."""
 
-    def __init__(self, num_blocks: int, block_size_tokens: int, forced: Mapping[str, AnySequence[int | HeadraceError]]):
+    def __init__(
+        self, num_blocks: int, block_size_tokens: int, forced: Mapping[str, AnySequence[int | HeadraceError]]
+    ):
         super().__init__(num_blocks, block_size_tokens, VOCAB_SIZE, forced)
         self.steps: list[list[tuple[str, int, int]]] = []
 

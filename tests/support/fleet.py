@@ -82,7 +82,7 @@ class Worker:
             raise AssertionError(f"{self.worker_id} does not get idle: {status}") from None
 
     def _transport(self, name: str, incarnation: str, region: BlockRegion) -> Transport:
-        return FaultyTransport(create_transport(name, incarnation, region), self.faults)
+        return FaultyTransport(create_transport(name, incarnation, region), self.faults, region)
 
 
 def _is_idle(status: worker_pb2.StatusResponse) -> bool:

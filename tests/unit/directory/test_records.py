@@ -25,8 +25,7 @@ def changed(**changes):
 
 def stored_fields():
     event = DirectoryEvent("w", "i", 7, (digest(1),), (digest(2),))
-    fields = {name.encode(): value for name, value in event_to_fields(event).items()}
-    return fields
+    return {name.encode(): value for name, value in event_to_fields(event).items()}
 
 
 @pytest.mark.parametrize("role", list(Role))

@@ -16,7 +16,9 @@ def snapshot(sequence, *numbers):
 
 
 def event(sequence, stored=(), removed=(), incarnation="first"):
-    return DirectoryEvent("decode-0", incarnation, sequence, tuple(digests(*stored)), tuple(digests(*removed)))
+    return DirectoryEvent(
+        "decode-0", incarnation, sequence, tuple(digests(*stored)), tuple(digests(*removed))
+    )
 
 
 @pytest.fixture

@@ -219,7 +219,9 @@ def damage_hold(pool: BlockPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_users, damage_state, damage_free_list, damage_name, damage_hold], ids=lambda f: f.__name__
+    "damage",
+    [damage_users, damage_state, damage_free_list, damage_name, damage_hold],
+    ids=lambda f: f.__name__,
 )
 def test_the_audit_notices_damage(pool: BlockPool, damage):
     assert stored(pool, b"a") == [0]

@@ -1,4 +1,4 @@
-"""Small but complete GGUF files, written by the format's own library: a Llama of one layer and a vocabulary of choice."""
+"""Small but complete GGUF files, written by the format's own library: a Llama of one layer with a chosen vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_gguf(path: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (LLAMA | fields).items():
         _add(writer, key, value)
-    num_tokens = len(fields.get("tokenizer.ggml.tokens", "")) or 1
+    num_tokens = len(fields.get("tokenizer.ggml.tokens") or [0])
     embedding = np.zeros((num_tokens, HIDDEN), np.float32)
     for name, tensor in ({"token_embd.weight": embedding} if tensors is None else tensors).items():
         writer.add_tensor(name, tensor)

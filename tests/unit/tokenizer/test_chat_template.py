@@ -8,8 +8,8 @@ from headrace.tokenizer.chat_template import ChatMessage, ChatTemplate
 
 CHAT = [("system", "Be <brief> & \"kind\" 'é'"), ("user", "1 < 2?\n"), ("assistant", " yes "), ("user", "🙂")]
 TEMPLATES = {
-    "plain": "{% for message in messages %}\n  {% if true %}\n{{ message['role'] }}: {{ message.content }}\n  {% endif %}"
-    "\n{% endfor %}\n",
+    "plain": "{% for message in messages %}\n  {% if true %}\n{{ message['role'] }}: {{ message.content }}\n"
+    "  {% endif %}\n{% endfor %}\n",
     "tokens": "{{ bos_token }}{% for m in messages %}{{ m.content | trim }}{{ eos_token }}{% endfor %}",
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ messages[0] | tojson(sort_keys=true) }}"
     "{{ messages[0] | tojson(true, none, [',', ':']) }}",
@@ -17,8 +17,8 @@ TEMPLATES = {
     "{% if documents %}documents{% endif %}{{ messages | length }}",
     "loops": "{% for m in messages %}{% if m.role == 'assistant' %}{% continue %}{% endif %}{{ loop.index }}"
     "{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% endif %}{% endfor %}",
     "macro": "{% macro turn(m) %}{{ bos_token }}{{ m.role }}{% endmacro %}{% set ns = namespace(n=0) %}"
     "{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ turn(m) }}{{ ns.n }}{% endfor %}",
     "prompt": "{% if add_generation_prompt %}<|assistant|>{% else %}-{% endif %}",

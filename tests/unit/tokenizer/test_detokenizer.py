@@ -1,5 +1,7 @@
 """Text deltas and stop strings."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,7 +100,7 @@ def test_st_03_a_character_over_several_tokens_comes_whole(text):
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_st_03_a_character_cut_by_the_end_is_one_replacement_at_the_end(kept):
-    deltas, _ = run(ByteTokens(), one_by_one("a".encode() + "🙂".encode()[:kept]))
+    deltas, _ = run(ByteTokens(), one_by_one(b"a" + "🙂".encode()[:kept]))
     assert deltas == ["a", *[""] * kept, "\ufffd"]
 
 
@@ -129,7 +131,7 @@ def test_the_space_that_sentence_piece_puts_in_front_goes_once(data, expected):
 
 def chunked(data: list[int], cuts: list[int]) -> list[list[int]]:
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[a:b] for a, b in pairwise(edges)]
 
 
 BYTES = st.one_of(

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from tests.unit.tokenizer.small_gguf import ALPHABET
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.errors import ModelError
 from headrace.tokenizer import ChatMessage, IncrementalDetokenizer
 from headrace.tokenizer import Tokenizer as OurTokenizer
 from headrace.tokenizer.hf_folder import read_vocabulary
+from tests.unit.tokenizer.small_gguf import ALPHABET
 
 
 def byte_level() -> Tokenizer:

@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.tokenizer.small_gguf import CONTROL, byte_level, sentence_piece, write_gguf
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.model_store import resolve
 from headrace.tokenizer import ChatMessage, IncrementalDetokenizer, Tokenizer, hf_folder, load_tokenizer
+from tests.unit.tokenizer.small_gguf import CONTROL, byte_level, sentence_piece, write_gguf
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

@@ -1,0 +1,49 @@
+"""The seam between a model and the files its weights are in: tensors by their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from headrace.errors import ModelError
+
+
+class WeightFiles(Protocol):
+    def __contains__(self, name: str) -> bool: ...
+
+    def __len__(self) -> int:
+        """Number of tensors, for progress."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, in whatever floating-point type it is stored. Raises ModelError."""
+        ...
+
+
+class TensorSource:
+    """Hands tensors to a model: checked, and in its dtype."""
+
+    def __init__(
+        self, files: WeightFiles, dtype: torch.dtype, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """`progress(taken, total)` is told after each tensor."""
+        self._files = files
+        self._dtype = dtype
+        self._progress = progress
+        self._num_taken = 0
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The named tensor. Raises ModelError when it is missing, has another shape, or is not floating-point."""
+        if name not in self._files:
+            raise ModelError(f"the model's files have no tensor {name!r}")
+        tensor = self._files.read(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if not tensor.is_floating_point():
+            raise ModelError(f"tensor {name!r} is {tensor.dtype}; only floating-point weights are supported")
+        self._num_taken += 1
+        if self._progress is not None:
+            self._progress(self._num_taken, len(self._files))
+        return tensor.to(self._dtype).contiguous()

@@ -1,0 +1,266 @@
+"""The one thread that uses the transport, and how the event loop talks to it.
+
+    event loop ── commands ──▶ queue ──▶ thread: connect, disconnect, post READs, poll READs, make progress
+               ◀─ futures ───────────────┘
+
+A READ is over when its bytes are here, when it failed, or when its peer was disconnected; only then can it no longer
+write into our blocks. A READ that stalls stays, and keeps nobody else waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from headrace.errors import HeadraceError, TransferFailed, Unavailable
+from kv_transfer.transport import Read, Transport
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+_COMMAND_TIMEOUT_S = 30.0  # of commands that wait for nobody else: the thread itself may be busy with a copy
+_CLOSE_TIMEOUT_S = 10.0
+_MIN_SLEEP_S = 20e-6  # between polls while a READ is under way, doubling up to the limit
+_MAX_SLEEP_S = 1e-3
+_CONNECTED_WAIT_S = 2e-3  # peers read from us: their READs progress when we look
+_ALONE_WAIT_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    bytes: int
+    seconds: float  # from posting to the last byte
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Since the start. Written by the thread, read by anybody."""
+
+    reads: int = 0
+    failed: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Transfer:
+    """One READ. `done` gets its stats, or TransferFailed; cancelling it does not stop the READ."""
+
+    def __init__(self, peer: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+        self.peer = peer
+        self.remote_block_ids = list(remote_block_ids)
+        self.local_block_ids = list(local_block_ids)
+        self.done: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
+        self.done.add_done_callback(_retrieve)
+        self._over = asyncio.Event()
+
+    async def settled(self) -> None:
+        """Returns once the READ can not write into our blocks any more."""
+        await self._over.wait()
+
+    def finish(self, result: TransferStats | HeadraceError) -> None:
+        """On the event loop."""
+        self._over.set()
+        if self.done.done():
+            return
+        if isinstance(result, TransferStats):
+            self.done.set_result(result)
+        else:
+            self.done.set_exception(result)
+
+
+@dataclass(slots=True)
+class _Running:
+    transfer: Transfer
+    read: Read
+    posted_at: float
+
+
+class TransferThread:
+    """Used on one event loop. `factory` runs on the thread and makes a transport for blocks of `block_bytes`."""
+
+    def __init__(self, factory: Callable[[], Transport], block_bytes: int) -> None:
+        self._factory = factory
+        self._loop = asyncio.get_running_loop()
+        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any] | None]] = queue.SimpleQueue()
+        self._running: list[_Running] = []
+        self._peers: set[str] = set()
+        self._closing = False
+        self._transport: Transport
+        self._block_bytes = block_bytes
+        self.counters = TransferCounters()
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+
+    async def start(self) -> None:
+        """Raises what making the transport raised."""
+        self._thread.start()
+        await self._call(self._create, _COMMAND_TIMEOUT_S)
+
+    async def metadata(self) -> bytes:
+        return await self._call(lambda: self._transport.metadata(), _COMMAND_TIMEOUT_S)
+
+    async def connect(self, peer: str, metadata: bytes, timeout_s: float) -> None:
+        """Raises TransferFailed."""
+
+        def command() -> None:
+            self._transport.connect(peer, metadata)
+            self._peers.add(peer)
+
+        await self._call(command, timeout_s)
+
+    async def disconnect(self, peer: str) -> None:
+        """All READs from the peer are over afterwards. Nothing for an unknown peer."""
+        await self._call(lambda: self._disconnect(peer), _COMMAND_TIMEOUT_S)
+
+    def read(self, peer: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
+        """Start a READ of equally many blocks."""
+        assert len(remote_block_ids) == len(local_block_ids)
+        transfer = Transfer(peer, remote_block_ids, local_block_ids)
+        if self._closing:
+            transfer.finish(TransferFailed("the transport is closed"))
+        else:
+            self._commands.put((lambda: self._post(transfer), None))
+        return transfer
+
+    async def close(self) -> None:
+        """End all READs and the thread."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._thread.is_alive():
+            self._commands.put((lambda: None, None))  # wakes it
+            await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                log.error("transfer thread did not stop in time", seconds=_CLOSE_TIMEOUT_S)
+
+    async def _call(self, command: Callable[[], T], timeout_s: float) -> T:
+        if self._closing:
+            raise Unavailable("the transport is closed")
+        future: Future[T] = Future()
+        self._commands.put((command, future))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except TimeoutError:
+            raise TransferFailed(f"the transport did not answer within {timeout_s:g} s") from None
+
+    # --- on the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        sleep_s = _MIN_SLEEP_S
+        while not self._closing:
+            self._execute_commands(0.0 if self._running else self._idle_wait_s())
+            moved = self._poll()
+            if self._running:
+                sleep_s = _MIN_SLEEP_S if moved else min(2 * sleep_s, _MAX_SLEEP_S)
+                time.sleep(sleep_s)
+        self._shut_down()
+
+    def _idle_wait_s(self) -> float:
+        return _CONNECTED_WAIT_S if self._peers else _ALONE_WAIT_S
+
+    def _create(self) -> None:
+        self._transport = self._factory()
+
+    def _execute_commands(self, wait_s: float) -> None:
+        try:
+            command, future = self._commands.get(block=wait_s > 0, timeout=wait_s)
+            while True:
+                _execute(command, future)
+                command, future = self._commands.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _post(self, transfer: Transfer) -> None:
+        posted_at = time.perf_counter()
+        try:
+            read = self._transport.read(transfer.peer, transfer.remote_block_ids, transfer.local_block_ids)
+        except Exception as error:  # noqa: BLE001 - this READ fails, the thread goes on
+            self._report(transfer, _as_failure(error))
+            return
+        self._running.append(_Running(transfer, read, posted_at))
+
+    def _poll(self) -> bool:
+        """Look after all READs and let peers read from us. Returns whether a READ ended."""
+        if self._peers:
+            self._transport.progress()
+        ended = [running for running in self._running if self._is_over(running)]
+        for running in ended:
+            self._running.remove(running)
+            running.read.release()
+        return bool(ended)
+
+    def _is_over(self, running: _Running) -> bool:
+        try:
+            if not running.read.poll():
+                return False
+        except Exception as error:  # noqa: BLE001 - as above
+            self._report(running.transfer, _as_failure(error))
+            return True
+        seconds = time.perf_counter() - running.posted_at
+        num_bytes = len(running.transfer.local_block_ids) * self._block_bytes
+        self._report(running.transfer, TransferStats(num_bytes, seconds))
+        return True
+
+    def _disconnect(self, peer: str) -> None:
+        self._peers.discard(peer)
+        self._transport.disconnect(peer)
+        self._abandon(
+            [running for running in self._running if running.transfer.peer == peer], "was disconnected"
+        )
+
+    def _abandon(self, runnings: list[_Running], why: str) -> None:
+        for running in runnings:
+            self._running.remove(running)
+            running.read.release()
+            self._report(running.transfer, TransferFailed(f"peer {running.transfer.peer} {why}"))
+
+    def _report(self, transfer: Transfer, result: TransferStats | HeadraceError) -> None:
+        self.counters.reads += 1
+        if isinstance(result, TransferStats):
+            self.counters.bytes += result.bytes
+            self.counters.seconds += result.seconds
+        else:
+            self.counters.failed += 1
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(transfer.finish, result)
+
+    def _shut_down(self) -> None:
+        if not hasattr(self, "_transport"):
+            return
+        for peer in list(self._peers):
+            self._transport.disconnect(peer)
+        self._abandon(list(self._running), "is read no more: the transport closes")
+        self._transport.close()
+        del self._transport
+
+
+def _execute(command: Callable[[], Any], future: Future[Any] | None) -> None:
+    if future is None:
+        command()
+    elif future.set_running_or_notify_cancel():
+        try:
+            future.set_result(command())
+        except Exception as error:  # noqa: BLE001 - handed to whoever asked
+            future.set_exception(error)
+
+
+def _as_failure(error: Exception) -> TransferFailed:
+    if isinstance(error, TransferFailed):
+        return error
+    log.error("transport raised what it should not", exc_info=error)
+    return TransferFailed(f"unexpected: {error!r}")
+
+
+def _retrieve(future: asyncio.Future[TransferStats]) -> None:
+    """A failure that nobody waits for any more is no news to asyncio."""
+    if not future.cancelled():
+        future.exception()
