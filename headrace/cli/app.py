@@ -201,9 +201,9 @@ IdOption = Annotated[
 
 
 @app.command()
-def router(config: ConfigOption = None, assignments: SetOption = None) -> None:
+def router(model: ModelOption = None, config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Run one router in the foreground, without Ray."""
-    settings = settings_from(config, assignments)
+    settings = settings_from(config, assignments, model)
     if settings.rpc.port == 0:
         settings = settings.model_copy(update={"rpc": settings.rpc.model_copy(update={"port": DEFAULT_PORT})})
     _run("router", "router", settings)

@@ -120,7 +120,9 @@ class RedisDirectory:
                 settings.url,
                 max_connections=_MAX_CONNECTIONS,
                 timeout=_ANSWER_TIMEOUT_S,
-                socket_timeout=_ANSWER_TIMEOUT_S,
+                # `_border` is the limit. This one uses asyncio.wait_for, which before Python 3.12 loses
+                # cancellations.
+                socket_timeout=None,
                 socket_connect_timeout=_CONNECT_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),  # the callers have their own, with back-off
             )

@@ -104,6 +104,7 @@ class RouterSession:
     def __init__(self, call) -> None:
         self._call = call
         self._answers: dict[str, Answer] = {}
+        self._writing = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
 
     async def start(
@@ -119,7 +120,7 @@ class RouterSession:
             cache_salt=salt,
             prefill_workers=[worker.ref for worker in prefill],
         )
-        await self._call.write(worker_pb2.SessionRequest(start=start))
+        await self._write(worker_pb2.SessionRequest(start=start))
         return answer
 
     async def answer(self, token_ids, **options) -> Answer:
@@ -130,12 +131,16 @@ class RouterSession:
 
     async def abort(self, request_id="r") -> None:
         abort = worker_pb2.AbortRequest(request_id=request_id)
-        await self._call.write(worker_pb2.SessionRequest(abort=abort))
+        await self._write(worker_pb2.SessionRequest(abort=abort))
 
     async def close(self) -> None:
         self._call.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _write(self, message: worker_pb2.SessionRequest) -> None:
+        async with self._writing:  # gRPC takes one write at a time
+            await self._call.write(message)
 
     async def _read(self) -> None:
         while (frame := await self._call.read()) is not grpc.aio.EOF:

@@ -183,6 +183,22 @@ async def test_a_hanging_server_times_out_and_blocks_nobody_else(directory, serv
     assert list(await directory.workers()) == [RECORD]
 
 
+async def test_whoever_is_cancelled_ends(directory, raw):
+    async def forever() -> None:
+        while True:
+            await directory.workers()
+
+    for number in range(200):
+        task = asyncio.create_task(forever())
+        await asyncio.sleep(0.0002 * (number % 10))
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=10)
+        if not done:
+            task.cancel()  # only the first one was lost
+        assert done, f"still running after cancellation {number}"
+    assert len(await raw.client_list()) <= 9  # the pool's, and this one
+
+
 async def failure(url: str) -> str:
     """What the first operation says."""
     directory = RedisDirectory(DirectorySettings(url=url))
