@@ -175,7 +175,8 @@ class HandOff:
         self._transfers.append(transfer)
         timeout_s = self._context.kv.transfer_timeout_s
         try:
-            stats = await asyncio.wait_for(asyncio.shield(transfer.done), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                stats = await asyncio.shield(transfer.done)
         except TimeoutError:
             raise TransferFailed(
                 f"READ of {len(indices)} blocks from {peer.worker_id} took over {timeout_s:g} s"
@@ -221,7 +222,8 @@ class HandOff:
         self._news.clear()
         timeout_s = self._context.kv.progress_timeout_s
         try:
-            await asyncio.wait_for(self._news.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
         except TimeoutError:
             raise TransferFailed(f"{peer.worker_id} announced no block for {timeout_s:g} s") from None
 

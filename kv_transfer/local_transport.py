@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headrace.errors import TransferFailed
 from kv_transfer.transport import BlockRegion, Read
@@ -53,7 +54,7 @@ class LocalTransport:
         self._incarnation = incarnation
         self._region = region
         self._fabric = fabric
-        self._num_blocks: dict[str, int] = {}  # of connected peers
+        self._links: dict[str, _Link] = {}
         fabric.add(incarnation, region)
 
     def metadata(self) -> bytes:
@@ -68,29 +69,35 @@ class LocalTransport:
             raise TransferFailed(
                 f"peer {peer} has blocks of {block_bytes} bytes, ours have {self._region.block_bytes}"
             )
-        self._num_blocks[peer] = num_blocks
+        self._links.setdefault(peer, _Link(peer, num_blocks))
 
     def read(self, peer: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Read:
-        if peer not in self._num_blocks:
+        link = self._links.get(peer)
+        if link is None:
             raise TransferFailed(f"peer {peer} is not connected")
-        _check_ids("remote", remote_block_ids, self._num_blocks[peer])
+        _check_ids("remote", remote_block_ids, link.num_blocks)
         _check_ids("local", local_block_ids, self._region.num_blocks)
-        return _LocalRead(self, peer, remote_block_ids, local_block_ids)
-
-    def copy(self, peer: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
-        if peer not in self._num_blocks:
-            raise TransferFailed(f"peer {peer} was disconnected")
-        self._fabric.copy(peer, remote_block_ids, self._region, local_block_ids)
+        return _LocalRead(link, self._fabric, list(remote_block_ids), self._region, list(local_block_ids))
 
     def progress(self) -> None:
         pass
 
     def disconnect(self, peer: str) -> None:
-        self._num_blocks.pop(peer, None)
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.torn = True
 
     def close(self) -> None:
-        self._num_blocks.clear()
+        for peer in list(self._links):
+            self.disconnect(peer)
         self._fabric.remove(self._incarnation)
+
+
+@dataclass(slots=True)
+class _Link:
+    peer: str
+    num_blocks: int
+    torn: bool = False
 
 
 class _LocalRead:
@@ -98,20 +105,24 @@ class _LocalRead:
 
     def __init__(
         self,
-        transport: LocalTransport,
-        peer: str,
-        remote_block_ids: Sequence[int],
-        local_block_ids: Sequence[int],
+        link: _Link,
+        fabric: LocalFabric,
+        remote_block_ids: list[int],
+        region: BlockRegion,
+        local_block_ids: list[int],
     ) -> None:
-        self._transport = transport
-        self._peer = peer
+        self._link = link
+        self._fabric = fabric
         self._remote_block_ids = remote_block_ids
+        self._region = region
         self._local_block_ids = local_block_ids
         self._done = False
 
     def poll(self) -> bool:
         if not self._done:
-            self._transport.copy(self._peer, self._remote_block_ids, self._local_block_ids)
+            if self._link.torn:
+                raise TransferFailed(f"peer {self._link.peer} was disconnected")
+            self._fabric.copy(self._link.peer, self._remote_block_ids, self._region, self._local_block_ids)
             self._done = True
         return True
 

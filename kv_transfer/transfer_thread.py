@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+_CLOSED = "the transport is closed"
 _COMMAND_TIMEOUT_S = 30.0  # of commands that wait for nobody else: the thread itself may be busy with a copy
 _CLOSE_TIMEOUT_S = 10.0
 _MIN_SLEEP_S = 20e-6  # between polls while a READ is under way, doubling up to the limit
@@ -78,7 +79,7 @@ class Transfer:
             self.done.set_exception(result)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     transfer: Transfer
     read: Read
@@ -95,6 +96,7 @@ class TransferThread:
         self._running: list[_Running] = []
         self._peers: set[str] = set()
         self._closing = False
+        self._door = threading.Lock()  # nothing enters the queue once `_closing` is set
         self._transport: Transport
         self._block_bytes = block_bytes
         self.counters = TransferCounters()
@@ -125,36 +127,51 @@ class TransferThread:
         """Start a READ of equally many blocks."""
         assert len(remote_block_ids) == len(local_block_ids)
         transfer = Transfer(peer, remote_block_ids, local_block_ids)
-        if self._closing:
-            transfer.finish(TransferFailed("the transport is closed"))
-        else:
-            self._commands.put((lambda: self._post(transfer), None))
+        if not self._send(lambda: self._post(transfer), None):
+            transfer.finish(TransferFailed(_CLOSED))
         return transfer
 
     async def close(self) -> None:
         """End all READs and the thread."""
-        if self._closing:
-            return
-        self._closing = True
+        self._send(lambda: None, None)  # wakes it
+        self._shut_door()
         if self._thread.is_alive():
-            self._commands.put((lambda: None, None))  # wakes it
             await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 log.error("transfer thread did not stop in time", seconds=_CLOSE_TIMEOUT_S)
 
     async def _call(self, command: Callable[[], T], timeout_s: float) -> T:
-        if self._closing:
-            raise Unavailable("the transport is closed")
         future: Future[T] = Future()
-        self._commands.put((command, future))
+        if not self._send(command, future):
+            raise Unavailable(_CLOSED)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(future)
         except TimeoutError:
             raise TransferFailed(f"the transport did not answer within {timeout_s:g} s") from None
+
+    def _send(self, command: Callable[[], Any], future: Future[Any] | None) -> bool:
+        with self._door:
+            if not self._closing:
+                self._commands.put((command, future))
+            return not self._closing
+
+    def _shut_door(self) -> None:
+        with self._door:
+            self._closing = True
 
     # --- on the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._loop_until_closed()
+        except Exception as error:  # every READ is told; the worker goes on without transfers
+            log.critical("transfer thread failed", exc_info=error)
+        finally:
+            self._shut_door()
+            self._shut_down()
+
+    def _loop_until_closed(self) -> None:
         sleep_s = _MIN_SLEEP_S
         while not self._closing:
             self._execute_commands(0.0 if self._running else self._idle_wait_s())
@@ -162,12 +179,12 @@ class TransferThread:
             if self._running:
                 sleep_s = _MIN_SLEEP_S if moved else min(2 * sleep_s, _MAX_SLEEP_S)
                 time.sleep(sleep_s)
-        self._shut_down()
 
     def _idle_wait_s(self) -> float:
         return _CONNECTED_WAIT_S if self._peers else _ALONE_WAIT_S
 
     def _create(self) -> None:
+        """The first command."""
         self._transport = self._factory()
 
     def _execute_commands(self, wait_s: float) -> None:
@@ -181,10 +198,13 @@ class TransferThread:
 
     def _post(self, transfer: Transfer) -> None:
         posted_at = time.perf_counter()
+        if self._closing:
+            self._report(transfer, TransferFailed(_CLOSED))
+            return
         try:
             read = self._transport.read(transfer.peer, transfer.remote_block_ids, transfer.local_block_ids)
         except Exception as error:  # noqa: BLE001 - this READ fails, the thread goes on
-            self._report(transfer, _as_failure(error))
+            self._report(transfer, self._as_failure(error, transfer.peer))
             return
         self._running.append(_Running(transfer, read, posted_at))
 
@@ -203,12 +223,20 @@ class TransferThread:
             if not running.read.poll():
                 return False
         except Exception as error:  # noqa: BLE001 - as above
-            self._report(running.transfer, _as_failure(error))
+            self._report(running.transfer, self._as_failure(error, running.transfer.peer))
             return True
         seconds = time.perf_counter() - running.posted_at
         num_bytes = len(running.transfer.local_block_ids) * self._block_bytes
         self._report(running.transfer, TransferStats(num_bytes, seconds))
         return True
+
+    def _as_failure(self, error: Exception, peer: str) -> TransferFailed:
+        """Only TransferFailed says that a READ is over. After anything else the peer is torn down to make it so."""
+        if isinstance(error, TransferFailed):
+            return error
+        log.error("transport raised what it should not; disconnecting", peer=peer, exc_info=error)
+        self._transport.disconnect(peer)
+        return TransferFailed(f"unexpected: {error!r}")
 
     def _disconnect(self, peer: str) -> None:
         self._peers.discard(peer)
@@ -234,13 +262,22 @@ class TransferThread:
             self._loop.call_soon_threadsafe(transfer.finish, result)
 
     def _shut_down(self) -> None:
-        if not hasattr(self, "_transport"):
-            return
-        for peer in list(self._peers):
-            self._transport.disconnect(peer)
-        self._abandon(list(self._running), "is read no more: the transport closes")
-        self._transport.close()
-        del self._transport
+        try:
+            if hasattr(self, "_transport"):
+                self._transport.close()  # after this, no READ can write
+                self._abandon(list(self._running), "is read no more: " + _CLOSED)
+        finally:
+            self._refuse_commands()
+
+    def _refuse_commands(self) -> None:
+        """Nobody shall wait in vain for those that were still in the queue."""
+        with suppress(queue.Empty):
+            while True:
+                command, future = self._commands.get_nowait()
+                if future is None:
+                    command()  # a READ sees for itself that the door is shut
+                elif future.set_running_or_notify_cancel():
+                    future.set_exception(Unavailable(_CLOSED))
 
 
 def _execute(command: Callable[[], Any], future: Future[Any] | None) -> None:
@@ -251,13 +288,6 @@ def _execute(command: Callable[[], Any], future: Future[Any] | None) -> None:
             future.set_result(command())
         except Exception as error:  # noqa: BLE001 - handed to whoever asked
             future.set_exception(error)
-
-
-def _as_failure(error: Exception) -> TransferFailed:
-    if isinstance(error, TransferFailed):
-        return error
-    log.error("transport raised what it should not", exc_info=error)
-    return TransferFailed(f"unexpected: {error!r}")
 
 
 def _retrieve(future: asyncio.Future[TransferStats]) -> None:

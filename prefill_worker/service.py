@@ -106,7 +106,8 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         """The sequence's events as messages, up to the first token."""
         while True:
             try:
-                event = await asyncio.wait_for(events.get(), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    event = await events.get()
             except TimeoutError:
                 raise DeadlineExceeded("the prompt was not computed before the request's deadline") from None
             match event:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 
@@ -53,7 +55,7 @@ class Router:
         model = served_model(settings)
         self._directory = RedisDirectory(settings.directory)
         self._watcher = Watcher(self._directory, self.view, settings.directory)
-        self._watching = asyncio.create_task(self._watcher.run(), name="directory watcher")
+        self._watching = _supervised(self._watcher.run(), "directory watcher")
         self._sessions = Sessions(settings.rpc, self.view.mark_gone)
         self.dispatcher = Dispatcher(
             self.view,
@@ -67,7 +69,7 @@ class Router:
         self._server = RpcServer(settings.rpc, [_SERVICE])
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc_server)
         self.address = await self._server.start()
-        self._readiness = asyncio.create_task(self._report_readiness(model), name="readiness")
+        self._readiness = _supervised(self._report_readiness(model), "readiness")
         log.info("router serves", address=self.address, model=model.name)
         return self.address
 
@@ -95,3 +97,15 @@ class Router:
                 await self._server.set_ready(ready=ready)
                 log.info("router readiness", ready=ready)
             await asyncio.sleep(_READINESS_INTERVAL_S)
+
+
+def _supervised(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """A task that runs as long as the router; its end by an error is logged, not lost."""
+
+    def on_end(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("background task failed", task=name, exc_info=task.exception())
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(on_end)
+    return task

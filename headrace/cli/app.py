@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -47,7 +48,8 @@ app = typer.Typer(
 )
 models = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="model")
-output = Console()
+# Read by programs too: without a terminal nothing is cut or wrapped.
+output = Console(width=None if sys.stdout.isatty() else 400)
 
 PrefillCount = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")]
 DecodeCount = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
@@ -58,7 +60,7 @@ def main() -> None:
     try:
         app()
     except HeadraceError as error:
-        console.print(f"[bold red]{error.code.value}[/] {escape(str(error))}", highlight=False)
+        _print_error(error)
         sys.exit(2 if error.code == Code.INVALID_ARGUMENT else 1)
 
 
@@ -167,7 +169,7 @@ def chat(
                 answer = _stream(client, messages, _sampling(max_tokens, temperature, seed), timeout_s)
             except HeadraceError as error:
                 messages.pop()
-                console.print(f"[bold red]{error.code.value}[/] {escape(str(error))}", highlight=False)
+                _print_error(error)
                 continue
             messages.append(ChatMessage(role="assistant", content=answer.text))
             if answer.last is not None:
@@ -235,7 +237,7 @@ def decode(
 def list_() -> None:
     """Models that Headrace knows by name."""
     settings = settings_from(None, None)
-    table = Table("name", "description", "license", "size", "on this machine")
+    table = Table("name", "description", "license", "size", "on this machine", box=SIMPLE_HEAD)
     for model in list_models(settings.model.cache_dir):
         where = str(model.path) if model.cached else "no"
         table.add_row(model.name, model.description, model.license, f"{model.size_bytes / 1e6:.0f} MB", where)
@@ -283,6 +285,10 @@ def _stream(
         sys.stdout.flush()
     sys.stdout.write("\n")
     return answer
+
+
+def _print_error(error: HeadraceError) -> None:
+    console.print(f"[bold red]{error.code.value}[/] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
 def _sampling(max_tokens: int | None, temperature: float, seed: int | None) -> inference_pb2.SamplingParams:

@@ -81,13 +81,13 @@ def _figures(answer: Answer) -> dict[str, str]:
     moved, seconds = last.hand_off.bytes_moved, last.hand_off.transfer_s
     gaps_ms = [1000 * gap for gap in answer.inter_token_s] or [0.0]
     percentiles = quantiles(gaps_ms, n=20, method="inclusive") if len(gaps_ms) > 1 else gaps_ms * 19
-    way = f"{last.hand_off.prefill_worker or 'prefilled by'} → {last.hand_off.decode_worker}"
+    workers = [name for name in (last.hand_off.prefill_worker, last.hand_off.decode_worker) if name]
     return {
         "time to first token": f"{1000 * answer.token_times_s[0]:.0f} ms" if answer.token_times_s else "none",
         "inter-token p50 / p95": f"{percentiles[9]:.1f} / {percentiles[18]:.1f} ms",
         "prompt / cached tokens": f"{last.usage.prompt_tokens} / {last.usage.cached_tokens}",
         "answer tokens": str(last.usage.completion_tokens),
-        "way": way,
+        "prefilled and decoded by": " → ".join(workers),
         "blocks / bytes moved": f"{last.hand_off.blocks_moved} / {moved:,}",
         "transport": last.hand_off.transport,
         "transfer": f"{moved / seconds / 1e6:,.0f} MB/s" if seconds else "nothing moved",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from headrace.config import Settings

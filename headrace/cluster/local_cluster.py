@@ -6,6 +6,7 @@ stop:  the same backwards, whatever happened
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -85,6 +86,7 @@ class LocalCluster:
     def _start_ray(self) -> None:
         self._on_stage("ray", "starting")
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        logging.getLogger("ray").setLevel(logging.WARNING)
         self._cleanup.callback(ray.shutdown)
         ray.init(
             address="local",

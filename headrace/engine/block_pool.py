@@ -133,8 +133,8 @@ class BlockPool:
             self._note_change(digest, is_stored=True)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One user less for each. The last first, so that the tree evicts the end of a prefix before its beginning."""
-        for block_id in reversed(block_ids):
+        """One user less for each."""
+        for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.users > 0
             block.users -= 1
@@ -173,7 +173,7 @@ class BlockPool:
         hold = self._holds.get(owner)
         if hold is None:
             return
-        for block_id in reversed(hold.block_ids[num_blocks:]):
+        for block_id in hold.block_ids[num_blocks:]:
             self._blocks[block_id].holds -= 1
             self._place(block_id)
         del hold.block_ids[num_blocks:]

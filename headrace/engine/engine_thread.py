@@ -97,16 +97,14 @@ class EngineThread:
 
     def _run_commands(self, wait_s: float) -> None:
         """All that are queued; waits up to `wait_s` for the first."""
-        try:
-            command = self._commands.get(block=wait_s > 0, timeout=wait_s)
-            while not self._stopped:
-                if command is not None:
-                    self._execute(command)
-                command = self._commands.get_nowait()
+        while not self._stopped:
+            try:
+                command = self._commands.get(block=wait_s > 0, timeout=wait_s)
+            except queue.Empty:
+                return
+            wait_s = 0.0
             if command is not None:
-                _refuse(command)
-        except queue.Empty:
-            pass
+                self._execute(command)
 
     def _execute(self, command: _Command) -> None:
         future = command.future

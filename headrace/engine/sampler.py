@@ -1,19 +1,23 @@
 """Draws one token per row of logits. A row's token depends on nothing but its logits, its settings and its position.
 
 Randomness is counter-based: the uniform number for (seed, choice, position) is a hash of the three, so the same draw
-comes out in any batch, on any worker, and after a restart.
+comes out in any batch, on any worker, and after a restart. The number picks a token from the cumulative distribution
+in the order of token ids, not of likelihood: rounding that swaps two almost equally likely tokens then changes nothing.
+
+Letters: N rows of the batch, R those that are not greedy, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace.sampling_params import SamplingParams
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,41 +31,63 @@ class Draw:
 
 def sample(logits_NV: torch.Tensor, draws: list[Draw]) -> list[int | None]:
     """One token id per row of fp32 logits; None for a row that is not finite: it can not be sampled from."""
-    usable_N = logits_NV.isfinite().all(-1).tolist()
-    tokens: list[int | None] = logits_NV.argmax(-1).tolist()
-    for row, draw in enumerate(draws):
-        if not usable_N[row]:
-            tokens[row] = None
-        elif not draw.sampling.greedy:
-            tokens[row] = _draw(logits_NV[row], draw)
-    return tokens
+    low_N, high_N = logits_NV.aminmax(dim=-1)  # NaN wins both
+    usable = (low_N.isfinite() & high_N.isfinite()).tolist()
+    tokens_N = logits_NV.argmax(-1)  # the first of equals
+    rows = [row for row, draw in enumerate(draws) if usable[row] and not draw.sampling.greedy]
+    if rows:
+        tokens_N[rows] = _drawn(logits_NV[rows], [draws[row] for row in rows])
+    return [token if usable[row] else None for row, token in enumerate(tokens_N.tolist())]
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """In [0, 1): 53 bits of splitmix64's finalizer over the three numbers (Steele, Lea, Flood 2014)."""
-    state = _mixed((seed + _GOLDEN) & _MASK)
-    state = _mixed((state ^ choice) + _GOLDEN & _MASK)
-    state = _mixed((state ^ position) + _GOLDEN & _MASK)
-    return (state >> 11) * 2.0**-53
+def uniform(draws: Sequence[Draw]) -> np.ndarray:
+    """float64 in [0, 1) for each: 53 bits of splitmix64's finalizer over its numbers (Steele, Lea, Flood 2014)."""
+    state = np.zeros(len(draws), dtype=np.uint64)
+    for numbers in (
+        [draw.sampling.seed for draw in draws],
+        [draw.choice for draw in draws],
+        [draw.position for draw in draws],
+    ):
+        state = _mixed((state ^ np.array(numbers, dtype=np.uint64)) + _GOLDEN)
+    return (state >> np.uint64(11)) * 2.0**-53
 
 
-def _mixed(value: int) -> int:
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-    return value ^ (value >> 31)
+def _mixed(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
-def _draw(logits_V: torch.Tensor, draw: Draw) -> int:
-    """Inverse of the cumulative distribution over the likeliest tokens, likeliest first."""
-    sampling = draw.sampling
-    scaled = logits_V.double() / sampling.temperature
-    if sampling.top_k:
-        kept, token_ids = scaled.topk(sampling.top_k)
-    else:
-        kept, token_ids = scaled.sort(descending=True, stable=True)
-    cumulative = kept.softmax(0).cumsum(0)
+def _drawn(logits_RV: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """Token ids [R]: the inverse of the cumulative distribution at each row's uniform number."""
+    temperature_R1 = torch.tensor([[draw.sampling.temperature] for draw in draws])
+    # The largest becomes 0 before the division, which then can not overflow upwards.
+    weights_RV = ((logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature_R1).softmax(-1)
+    rows = [row for row, draw in enumerate(draws) if draw.sampling.top_k or draw.sampling.top_p < 1.0]
+    if rows:
+        weights_RV[rows] = _filtered(weights_RV[rows], [draws[row].sampling for row in rows])
+    cumulative_RV = weights_RV.double().cumsum(-1)
+    total_R1 = cumulative_RV[:, -1:]
+    targets_R1 = torch.from_numpy(uniform(draws))[:, None] * total_R1
+    # Below the total even after rounding: the token found always has a weight.
+    targets_R1 = targets_R1.minimum(total_R1.nextafter(torch.zeros_like(total_R1)))
+    return torch.searchsorted(cumulative_RV, targets_R1, right=True)[:, 0]
+
+
+def _filtered(weights_RV: torch.Tensor, samplings: list[SamplingParams]) -> torch.Tensor:
+    """Weights with all but the top_k largest set to 0, and of these all that come after top_p of their sum."""
+    vocab_size = weights_RV.shape[1]
+    top_k_R1 = torch.tensor([[sampling.top_k or vocab_size] for sampling in samplings])
+    # Off is infinite, since a sum that is rounded can reach 1 before the last token.
+    top_p_R1 = torch.tensor([[s.top_p if s.top_p < 1.0 else torch.inf] for s in samplings]).double()
+    sorted_RV = weights_RV.sort(dim=-1, descending=True).values
+    in_top_k_RV = torch.arange(vocab_size) < top_k_R1
+    cumulative_RV = sorted_RV.where(in_top_k_RV, 0.0).double().cumsum(-1)
     # A token stays if what stands before it has not reached top_p yet, so the likeliest always does.
-    num_kept = 1 + int((cumulative[:-1] < sampling.top_p).sum()) if sampling.top_p < 1.0 else len(kept)
-    target = uniform(sampling.seed, draw.choice, draw.position) * float(cumulative[num_kept - 1])
-    index = int(torch.searchsorted(cumulative[:num_kept], target, right=True))
-    return int(token_ids[min(index, num_kept - 1)])
+    before_RV = cumulative_RV.roll(1, dims=-1).index_fill_(1, torch.tensor([0]), 0.0)
+    num_kept_R1 = (in_top_k_RV & (before_RV < top_p_R1 * cumulative_RV[:, -1:])).sum(-1, keepdim=True)
+    smallest_R1 = sorted_RV.gather(1, num_kept_R1 - 1)
+    larger_RV, equal_RV = weights_RV > smallest_R1, weights_RV == smallest_R1
+    # Among equals of the smallest the lower token ids stay, as in the choice of the greedy token.
+    num_equal_R1 = num_kept_R1 - larger_RV.sum(-1, keepdim=True)
+    return weights_RV.where(larger_RV | (equal_RV & (equal_RV.cumsum(-1) <= num_equal_R1)), 0.0)

@@ -23,7 +23,8 @@ from headrace.errors import AlreadyExists, InvalidRequest, Overloaded
 
 _HOLD_REASON = "hand-off"
 
-# A sequence that is alone and finds no block waits for blocks that are held outside, but not again and again.
+# A sequence that runs alone and finds no block waits for those held for somebody outside. Not without end: once it
+# was preempted this often, it fails.
 _MAX_PREEMPTIONS_ALONE = 8
 
 

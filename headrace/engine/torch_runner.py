@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import structlog
 import torch
 
 from headrace.engine.attention import load_backend
-from headrace.engine.attention.base import positions_of, spans_of
+from headrace.engine.attention.base import StepBatch
 from headrace.engine.kv_cache import KvCache
 from headrace.engine.models.llama import Llama
 from headrace.engine.sampler import Draw, sample
@@ -13,11 +14,17 @@ from headrace.engine.sequence import Chunk, Sequence, StepPlan
 from headrace.errors import HeadraceError, InternalError
 from headrace.sampling_params import SamplingParams
 
+log = structlog.get_logger()
+
+# Capabilities of x86 processors. Others emulate the type, and are slower with it than with float32.
+_NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16")
+
 
 def choose_dtype(name: str) -> torch.dtype:
     """ "auto": bfloat16 where the processor multiplies it natively, else float32."""
     if name == "auto":
-        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        capabilities = torch.cpu.get_capabilities()
+        return torch.bfloat16 if any(capabilities.get(key) for key in _NATIVE_BFLOAT16) else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
@@ -29,18 +36,21 @@ class TorchRunner:
         self._cache = cache
         self._attention = load_backend(attention, cache)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
-        token_ids_T = torch.tensor(
-            [
-                token_id
-                for chunk in plan.chunks
-                for token_id in chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-            ]
-        )
-        positions_T = positions_of(spans_of(plan, self._cache.block_size_tokens))
-        x_TE = self._model.forward(token_ids_T, positions_T, self._attention.prepare(plan))
-        return self._sample(plan, x_TE)
+        """One forward pass. If it fails, each chunk gets one of its own, so that only those fail that have to."""
+        try:
+            return self._run(plan)
+        except (RuntimeError, IndexError):  # what torch raises
+            if len(plan.chunks) == 1:
+                raise
+            log.exception("step failed, running its chunks one by one", chunks=len(plan.chunks))
+        results: dict[str, int | HeadraceError] = {}
+        for chunk in plan.chunks:
+            try:
+                results |= self._run(StepPlan([chunk]))
+            except (RuntimeError, IndexError) as error:
+                results[chunk.sequence.id] = InternalError(f"the model failed: {error}")
+        return results
 
     def warm_up(self) -> None:
         """Run a prompt and a decode step, so that the first request does not pay for what torch sets up on first use.
@@ -55,22 +65,21 @@ class TorchRunner:
         self.run(StepPlan([Chunk(sequence, num_tokens, 1)]))
         self._cache.tensor[: len(sequence.block_ids)] = 0
 
-    def _sample(self, plan: StepPlan, x_TE: torch.Tensor) -> dict[str, int | HeadraceError]:
-        sampling: list[Sequence] = []
-        last_rows: list[int] = []
-        row = 0
-        for chunk in plan.chunks:
-            row += chunk.num_tokens
-            if chunk.samples:
-                sampling.append(chunk.sequence)
-                last_rows.append(row - 1)
-        if not sampling:
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
+        batch = StepBatch.of(plan, self._cache.block_size_tokens)
+        x_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention.prepare(batch))
+        drawing = [
+            (chunk, span) for chunk, span in zip(plan.chunks, batch.spans, strict=True) if chunk.samples
+        ]
+        if not drawing:
             return {}
-        logits_NV = self._model.logits(x_TE[last_rows])
-        tokens = sample(logits_NV, [Draw(s.sampling, s.num_output_tokens) for s in sampling])
+        logits_NV = self._model.logits(x_TE[[span.rows.stop - 1 for _, span in drawing]])
+        sequences = [chunk.sequence for chunk, _ in drawing]
+        tokens = sample(logits_NV, [Draw(s.sampling, s.num_output_tokens) for s in sequences])
         return {
             sequence.id: InternalError("the model gave logits that are not finite")
             if token is None
             else token
-            for sequence, token in zip(sampling, tokens, strict=True)
+            for sequence, token in zip(sequences, tokens, strict=True)
         }

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from headrace.engine.block_pool import BlockState
 from headrace.engine.scripted_runner import ScriptedRunner, continuation
 from headrace.engine.sequence import BlocksReady, Chunk, Event, Failed, NewToken, Reserved, Started, StepPlan
 from headrace.errors import Overloaded, RequestCancelled, Unavailable
@@ -168,6 +169,13 @@ class EngineMachine(RuleBasedStateMachine):
                     num_tokens = min(B, len(seen.prompt) - index * B)
                     found = self.driver.runner._kv[block_id][:num_tokens]
                     assert found == expected._kv[index][:num_tokens]
+
+    @invariant()
+    def given_up_blocks_are_out_of_reach(self) -> None:
+        for seen in self.given_up():
+            assert seen.reserved is not None
+            for block_id in seen.reserved.block_ids[seen.reserved.num_cached_blocks :]:
+                assert self.driver.pool.state(block_id) is BlockState.QUARANTINED
 
     def teardown(self) -> None:
         """Let everything come to its end: nothing may be lost, and every block comes back."""

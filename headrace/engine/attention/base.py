@@ -1,4 +1,4 @@
-"""The attention seam: one step's chunks against the paged KV cache.
+"""The attention seam: one step's tokens against the paged KV cache.
 
     chunks of a step, ragged, one after the other:      | seq A: 1 token | seq B: 1 token | seq C: 37 tokens |
     q_THD                                                 row 0            row 1            rows 2 .. 38
@@ -40,55 +40,45 @@ class Span:
         return self.start + self.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A step plan as tensors (int64), made once per step and the same for all layers."""
+
+    spans: list[Span]
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor  # of each token in its sequence
+    block_ids_T: torch.Tensor  # the block in which each token's KV goes, …
+    offsets_T: torch.Tensor  # … and where in it
+
+    @classmethod
+    def of(cls, plan: StepPlan, block_size_tokens: int) -> StepBatch:
+        spans: list[Span] = []
+        token_ids: list[int] = []
+        for chunk in plan.chunks:
+            end = chunk.start + chunk.num_tokens
+            blocks = chunk.sequence.block_ids[: -(-end // block_size_tokens)]
+            spans.append(Span(len(token_ids), chunk.num_tokens, chunk.start, torch.tensor(blocks)))
+            token_ids += chunk.sequence.token_ids[chunk.start : end]
+        positions = [torch.arange(span.start, span.context) for span in spans]
+        blocks_of_tokens = [
+            span.block_ids[p // block_size_tokens] for span, p in zip(spans, positions, strict=True)
+        ]
+        positions_T = torch.cat(positions)
+        return cls(
+            spans=spans,
+            token_ids_T=torch.tensor(token_ids),
+            positions_T=positions_T,
+            block_ids_T=torch.cat(blocks_of_tokens),
+            offsets_T=positions_T % block_size_tokens,
+        )
+
+
 class AttentionBackend(Protocol):
     def __init__(self, cache: KvCache) -> None: ...
 
-    def prepare(self, plan: StepPlan) -> Attend:
+    def prepare(self, batch: StepBatch) -> Attend:
         """What is the same for all layers of a step, done once. The function it returns first writes keys and values of
-        the step's tokens into their blocks, then attends, causally, to everything each token sees.
+        the step's tokens into their blocks, then attends, causally, to everything each token sees. Whatever lies in a
+        block behind a sequence's last token, NaN included, changes nothing.
         """
         ...
-
-
-def spans_of(plan: StepPlan, block_size_tokens: int) -> list[Span]:
-    """The chunks in the plan's order."""
-    spans: list[Span] = []
-    row = 0
-    for chunk in plan.chunks:
-        num_blocks = -(-(chunk.start + chunk.num_tokens) // block_size_tokens)
-        block_ids = torch.tensor(chunk.sequence.block_ids[:num_blocks])
-        spans.append(Span(row, chunk.num_tokens, chunk.start, block_ids))
-        row += chunk.num_tokens
-    return spans
-
-
-def positions_of(spans: list[Span]) -> torch.Tensor:
-    """Position of each of the step's T tokens in its sequence, int64."""
-    return torch.cat([torch.arange(span.start, span.context) for span in spans])
-
-
-class BlockWriter:
-    """Writes the step's keys and values to where their tokens live."""
-
-    def __init__(self, cache: KvCache, spans: list[Span]) -> None:
-        size = cache.block_size_tokens
-        positions = [torch.arange(span.start, span.context) for span in spans]
-        self._cache = cache
-        self._block_T = torch.cat(
-            [span.block_ids[p // size] for span, p in zip(spans, positions, strict=True)]
-        )
-        self._offset_T = torch.cat(positions) % size
-
-    def write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
-        keys, values = self._cache.keys_and_values(layer)
-        keys[self._block_T, :, self._offset_T] = k_TKD
-        values[self._block_T, :, self._offset_T] = v_TKD
-
-
-def gather(blocks: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """Blocks [num_blocks, K, block_size, D] of one table, or of several padded ones, in token order.
-
-    `block_ids` [n] gives [K, n * block_size, D]; [rows, n] gives [rows, K, n * block_size, D].
-    """
-    picked = blocks[block_ids]  # [..., n, K, block_size, D]
-    return picked.transpose(-4, -3).flatten(-3, -2)

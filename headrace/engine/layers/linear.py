@@ -5,15 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """`weight` is [out, in]."""
+    """`weight` is [out, in].
+
+    Computed as weight times inputs, tokens as columns, and not the other way around as `F.linear` does. For two tokens and
+    more the libraries then sum a token's products in one order, however many others are with it (measured bit for bit on
+    x86, MKL and oneDNN, with rare exceptions over 64 tokens): a sequence gets the same numbers alone or in a batch. It
+    is also up to twice as fast for 4 to 64 tokens.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        """[tokens, in] -> [tokens, out], in memory feature by feature: strides (1, tokens)."""
+        num_tokens = len(x)
+        # One token of bf16 is computed twice: that is faster than the product of matrix and vector, and as in a batch.
+        # In fp32 it would take twice the time.
+        if num_tokens == 1 and x.dtype == torch.bfloat16:
+            x = x.expand(2, -1)
+        y = self.weight @ x.t()
+        if self.bias is not None:
+            y += self.bias[:, None]
+        return y.t()[:num_tokens]

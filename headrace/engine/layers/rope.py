@@ -17,14 +17,15 @@ class RotaryEmbedding:
         self._frequencies = _scaled(1.0 / config.rope_theta**exponents, config.rope_scaling)
 
     def at(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each [T, 1, D]: for all heads and all layers of a step."""
-        angles_TD = (positions_T[:, None].float() * self._frequencies).repeat(1, 2)
-        return angles_TD.cos().to(dtype)[:, None], angles_TD.sin().to(dtype)[:, None]
+        """Factors for `rotate`, each [T, 1, D]: for all heads and all layers of a step."""
+        angles_T1F = (positions_T[:, None].float() * self._frequencies)[:, None]
+        cos, sin = angles_T1F.cos().to(dtype), angles_T1F.sin().to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
     first, second = x_THD.chunk(2, dim=-1)
-    return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
+    return x_THD * cos_T1D + torch.cat((second, first), dim=-1) * sin_T1D
 
 
 def _scaled(frequencies: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:

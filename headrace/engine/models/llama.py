@@ -49,20 +49,26 @@ class Llama:
         x_TE = self.embedding_VE[token_ids_T]
         rotation = self.rope.at(positions_T, x_TE.dtype)
         for number, layer in enumerate(self.layers):
-            q_THD, k_TKD, v_TKD = self._heads(layer.qkv(layer.input_norm(x_TE)))
-            o_THD = attend(number, rotate(q_THD, *rotation), rotate(k_TKD, *rotation), v_TKD)
-            x_TE = x_TE + layer.output(o_THD.flatten(1))
+            qk, v_TKD = self._heads(layer.qkv(layer.input_norm(x_TE)))
+            q_THD, k_TKD = self._queries_and_keys(rotate(qk, *rotation))
+            o_THD = attend(number, q_THD, k_TKD, v_TKD)
+            x_TE += layer.output(o_THD.flatten(1)).contiguous()  # adding with mixed strides is slow
             gate, up = layer.gate_up(layer.mlp_norm(x_TE)).chunk(2, dim=-1)
-            x_TE = x_TE + layer.down(F.silu(gate) * up)
+            x_TE += layer.down(F.silu(gate) * up).contiguous()
         return x_TE
 
     def logits(self, x_NE: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] in fp32 of some of `forward`'s rows."""
-        return self.head(self.norm(x_NE)).float()
+        return self.head(self.norm(x_NE)).contiguous().float()
 
-    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        return qkv.unflatten(1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys together, which are rotated, and values."""
+        kv_heads = self.config.num_kv_heads
+        heads = qkv.contiguous().unflatten(1, (-1, self.config.head_dim))
+        return heads[:, :-kv_heads], heads[:, -kv_heads:]
+
+    def _queries_and_keys(self, qk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return qk[:, : self.config.num_heads], qk[:, self.config.num_heads :]
 
 
 def build(config: ModelConfig, tensors: TensorSource) -> Llama:

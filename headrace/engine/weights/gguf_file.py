@@ -36,7 +36,8 @@ _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 class GgufFile:
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._metadata = gguf_metadata.read(path)
-        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        # A plain view: every slice of a memmap object costs as much as a small computation.
+        self._data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
         self._config = config
 
     def __contains__(self, name: str) -> bool:
@@ -60,8 +61,13 @@ class GgufFile:
                 f"tensor {tensor.name!r} has quantization type {tensor.type_id}, which is not supported"
             )
         raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        rows = raw.reshape(*reversed(tensor.shape[1:]), -1)
-        values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.type_id))
+        try:
+            rows = raw.reshape(*reversed(tensor.shape[1:]), -1)
+            values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.type_id))
+        except ValueError as error:
+            raise ModelError(
+                f"tensor {tensor.name!r} of shape {list(reversed(tensor.shape))} does not fit its quantization: {error}"
+            ) from None
         return np.array(values, dtype=np.float32)  # its own copy: the file is mapped read-only
 
 

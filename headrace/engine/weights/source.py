@@ -9,6 +9,8 @@ import torch
 
 from headrace.errors import ModelError
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class WeightFiles(Protocol):
     def __contains__(self, name: str) -> bool: ...
@@ -35,14 +37,17 @@ class TensorSource:
         self._num_taken = 0
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The named tensor. Raises ModelError when it is missing, has another shape, or is not floating-point."""
+        """The named tensor. Raises ModelError when it is missing, has another shape or an unexpected dtype."""
         if name not in self._files:
             raise ModelError(f"the model's files have no tensor {name!r}")
         tensor = self._files.read(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if not tensor.is_floating_point():
-            raise ModelError(f"tensor {name!r} is {tensor.dtype}; only floating-point weights are supported")
+        if tensor.dtype not in _DTYPES:
+            # 8-bit types among them: their scales lie in tensors of their own, which nobody here would apply.
+            raise ModelError(
+                f"tensor {name!r} is {tensor.dtype}, expected one of {', '.join(map(str, _DTYPES))}"
+            )
         self._num_taken += 1
         if self._progress is not None:
             self._progress(self._num_taken, len(self._files))

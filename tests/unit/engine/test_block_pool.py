@@ -169,7 +169,7 @@ def test_blocks_filled_from_outside_become_active_on_arrival(pool: BlockPool):
     assert pool.audit().filling == 2
     pool.arrived(block_ids)
     pool.store(block_ids[0], b"a", ROOT)
-    assert pool.audit({i: 1 for i in block_ids}).active == 2
+    assert pool.audit(dict.fromkeys(block_ids, 1)).active == 2
     pool.release(block_ids)
     assert_idle_pool(pool.audit())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from structlog.testing import capture_logs
 
 from headrace.block_hash import extend
@@ -11,8 +12,6 @@ from headrace.errors import AlreadyExists, InternalError, NotFound, RequestCance
 from headrace.sampling_params import FinishReason, SamplingParams
 from tests.support.audit import assert_idle_pool, assert_sound
 from tests.support.engine_driver import EOS, ROOT, EngineDriver, make_sequence
-
-import pytest
 
 B = 4
 

@@ -96,10 +96,13 @@ def test_the_first_in_the_queue_is_not_overtaken():
 
 def test_admission_leaves_a_block_for_each_that_decodes():
     desk = Desk(num_blocks=4)
-    desk.add("a", B, max_tokens=8)
+    a = desk.add("a", 2, max_tokens=8)
     desk.step()
     desk.add("b", 3 * B, first=100, max_tokens=1)
-    assert desk.step() == [("a", B, 1)], "three blocks are free, but the next token of a needs one of them"
+    assert desk.pool.num_available == 3
+    assert desk.step() == [("a", 2, 1)], "three blocks would do, but a will soon need one of them"
+    desk.scheduler.end(a)
+    assert desk.step() == [("b", 0, 8)]
 
 
 def test_cached_blocks_that_a_prompt_reuses_do_not_count_as_room():
@@ -164,13 +167,13 @@ def test_a_reservation_needs_no_budget_but_keeps_its_turn():
 
 
 def test_the_newest_gives_way_and_comes_back_first_with_its_output():
-    desk = Desk(num_blocks=5)
+    desk = Desk(num_blocks=5, max_sequences=2)
     a = desk.add("a", B, max_tokens=12)
     b = desk.add("b", B, first=100, max_tokens=12)
+    c = desk.add("c", 1, first=200)
     desk.step()
     while b.state is State.RUNNING:
         desk.step()
-    c = desk.add("c", 1, first=200)
     assert desk.scheduler.num_preemptions == b.num_preemptions == 1
     assert b.block_ids == []
     assert a.state is State.RUNNING

@@ -1,0 +1,49 @@
+"""A worker's transfer side as a process of its own, for tests that kill and stop it.
+
+    nixl_peer.py NAME VALUE NUM_BLOCKS BLOCK_BYTES [READ_FROM]
+
+All its blocks hold VALUE. It writes its metadata as a line of hex digits and takes that of a peer the same way, then
+serves; with READ_FROM it reads everything from that peer over and over. It answers each further line with the same
+line and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import numpy as np
+
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transport import BlockRegion
+
+CONNECT_TIMEOUT_S = 20.0
+
+
+async def line() -> str:
+    return (await asyncio.to_thread(sys.stdin.readline)).strip()
+
+
+async def read_everything(transfers: TransferThread, peer: str, num_blocks: int) -> None:
+    while True:
+        await transfers.read(peer, range(num_blocks), range(num_blocks)).done
+
+
+async def main(name: str, value: str, num_blocks: int, block_bytes: int, read_from: str = "") -> None:
+    blocks = np.full((num_blocks, block_bytes), int(value), np.uint8)
+    region = BlockRegion(blocks.ctypes.data, num_blocks, block_bytes)
+    transfers = TransferThread(lambda: NixlTransport(name, region), block_bytes)
+    await transfers.start()
+    print((await transfers.metadata()).hex(), flush=True)
+    await transfers.connect(read_from or "reader", bytes.fromhex(await line()), CONNECT_TIMEOUT_S)
+    reading = read_from and asyncio.create_task(read_everything(transfers, read_from, num_blocks))
+    while request := await line():
+        print(request, transfers.counters.reads, flush=True)
+    if reading:
+        reading.cancel()
+    await transfers.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]))

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+import xxhash
+
+from headrace.config import EngineSettings
+from headrace.engine.kv_cache import KvCache
+from headrace.errors import InvalidRequest
+from headrace.model_config import ModelConfig
+
+LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 8, 4
+BLOCK_VALUES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    num_layers=LAYERS,
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=4,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    vocab_size=16,
+    max_model_tokens=64,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+
+
+def make_cache(num_blocks: int = 6, dtype: torch.dtype = torch.float32) -> KvCache:
+    return KvCache(CONFIG, num_blocks, BLOCK_SIZE, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "item"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_size_follows_from_memory(dtype, item):
+    block_bytes = BLOCK_VALUES * item
+    settings = EngineSettings(block_size_tokens=BLOCK_SIZE, kv_memory_bytes=5 * block_bytes + block_bytes - 1)
+    cache = KvCache.for_model(CONFIG, settings, dtype)
+    assert (cache.num_blocks, cache.block_bytes) == (5, block_bytes)
+
+
+def test_number_of_blocks_wins_over_memory():
+    settings = EngineSettings(block_size_tokens=BLOCK_SIZE, kv_memory_bytes=1, num_blocks=7)
+    assert KvCache.for_model(CONFIG, settings, torch.float32).num_blocks == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (EngineSettings(block_size_tokens=BLOCK_SIZE, num_blocks=1), "engine.num_blocks"),
+        (
+            EngineSettings(block_size_tokens=BLOCK_SIZE, kv_memory_bytes=BLOCK_VALUES * 4 * 2 - 1),
+            "engine.kv_memory_bytes",
+        ),
+    ],
+)
+def test_too_few_blocks_are_refused(settings, field):
+    with pytest.raises(InvalidRequest, match="at least 2 blocks") as raised:
+        KvCache.for_model(CONFIG, settings, torch.float32)
+    assert raised.value.field == field
+
+
+def test_a_block_is_one_piece_of_memory():
+    cache = make_cache()
+    assert cache.address % mmap.PAGESIZE == 0
+    assert cache.tensor.is_contiguous()
+    assert cache.tensor.nbytes == cache.num_blocks * cache.block_bytes
+    assert cache.tensor[4].data_ptr() == cache.address + 4 * cache.block_bytes
+    assert not cache.tensor.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtype_name(dtype):
+    assert make_cache(dtype=dtype).dtype_name == {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
+
+
+def test_write_touches_the_named_slots_and_nothing_else():
+    cache = make_cache()
+    cache.tensor.fill_(7.0)
+    k_TKD, v_TKD = torch.randn(3, KV_HEADS, HEAD_DIM), torch.randn(3, KV_HEADS, HEAD_DIM)
+    blocks, offsets = [5, 0, 5], [3, 1, 0]
+    cache.write(1, torch.tensor(blocks), torch.tensor(offsets), k_TKD, v_TKD)
+    expected = torch.full_like(cache.tensor, 7.0)
+    for row, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
+        expected[block, 1, 0, :, offset] = k_TKD[row]
+        expected[block, 1, 1, :, offset] = v_TKD[row]
+    assert torch.equal(cache.tensor, expected)
+
+
+def test_gather_puts_blocks_in_the_order_asked_for():
+    cache = make_cache()
+    cache.tensor.normal_()
+    ids = torch.tensor([4, 0, 4, 2])
+    expected = torch.cat([cache.tensor[i, 2] for i in ids.tolist()], dim=2)  # [2, K, C, D]
+    assert torch.equal(cache.gather(2, ids), expected)
+    out = torch.empty_like(expected)
+    assert torch.equal(cache.gather(2, ids, out=out), expected)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_are_of_the_bytes_of_each_block(dtype):
+    cache = make_cache(dtype=dtype)
+    cache.tensor.normal_()
+    expected = [xxhash.xxh3_64_intdigest(cache.tensor[i].view(torch.uint8).numpy().tobytes()) for i in (3, 0)]
+    assert cache.checksums([3, 0]) == expected
+    cache.tensor[3, -1, -1, -1, -1, -1] += 1
+    changed = cache.checksums([3, 0])
+    assert changed[0] != expected[0]
+    assert changed[1] == expected[1]
