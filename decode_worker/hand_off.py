@@ -18,19 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import structlog
 
 from decode_worker.session import HandOffReport
 from headrace.clock import Clock
 from headrace.config import KvSettings
 from headrace.engine.sequence import Event, Failed, Reserved, Sequence
 from headrace.engine_client import EngineClient
-from headrace.errors import Code, HeadraceError, TransferFailed, WorkerGone
+from headrace.errors import Code, DeadlineExceeded, HeadraceError, Overloaded, TransferFailed, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
-from headrace.rpc.status import from_rpc_error
+from headrace.rpc.status import errors_of
 from headrace.rpc.v1 import kv_pb2, worker_pb2
 from kv_transfer.lease import ReaderLease
 from kv_transfer.peers import Peer, Peers
 from kv_transfer.transfer_thread import Transfer
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +138,17 @@ class HandOff:
         self._asked = True
         call = peer.stub.Prefill(self._request(), timeout=self._task.timeout_s)
         try:
-            async for event in call:
-                kind = event.WhichOneof("event")
-                if kind == "started":
-                    self.report.cached_tokens = event.started.cached_tokens
-                    self._started.set()
-                elif kind == "blocks_ready":
-                    self._note(event.blocks_ready)
-                elif kind == "first_token":
-                    token = event.first_token.token_id
-                    return token if on_first_token(token) else None
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, peer.worker_id) from None
+            with errors_of(peer.worker_id):
+                async for event in call:
+                    kind = event.WhichOneof("event")
+                    if kind == "started":
+                        self.report.cached_tokens = event.started.cached_tokens
+                        self._started.set()
+                    elif kind == "blocks_ready":
+                        self._note(event.blocks_ready)
+                    elif kind == "first_token":
+                        token = event.first_token.token_id
+                        return token if on_first_token(token) else None
         finally:
             call.cancel()
         raise TransferFailed(f"{peer.worker_id} ended its stream without a first token")
@@ -156,7 +158,7 @@ class HandOff:
         sequence = self._task.sequence
         await self._started.wait()
         await self._context.engine.reserve(sequence)
-        reserved = await self._reservation
+        reserved = await self._reserved()
         needed = range(reserved.num_cached_blocks, len(reserved.block_ids))
         await self._lease_held.wait()
         done = needed.start
@@ -169,6 +171,17 @@ class HandOff:
             await self._read(peer, batch, [reserved.block_ids[index] for index in batch])
             done = batch[-1] + 1
 
+    async def _reserved(self) -> Reserved:
+        """Blocks of our own. With a deadline: two workers of both roles, each out of blocks until the other has read,
+        would wait for one another for ever.
+        """
+        timeout_s = self._context.kv.progress_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._reservation)
+        except TimeoutError:
+            raise Overloaded(f"no KV blocks were free here for {timeout_s:g} s") from None
+
     async def _read(self, peer: Peer, indices: list[int], local_ids: list[int]) -> None:
         remote_ids = [self._announced[index][0] for index in indices]
         transfer = self._context.peers.transfers.read(peer.incarnation, remote_ids, local_ids)
@@ -177,6 +190,10 @@ class HandOff:
         try:
             async with asyncio.timeout(timeout_s):
                 stats = await asyncio.shield(transfer.done)
+        except TransferFailed:
+            # The link is broken even if the peer answers: the next hand-off starts with a new handshake.
+            self._in_background(self._context.peers.drop(peer.incarnation))
+            raise
         except TimeoutError:
             raise TransferFailed(
                 f"READ of {len(indices)} blocks from {peer.worker_id} took over {timeout_s:g} s"
@@ -206,14 +223,13 @@ class HandOff:
         while True:
             sent_at = self._lease.sending()
             try:
-                await peer.stub.Renew(
-                    kv_pb2.RenewRequest(lease_id=self._lease_id, incarnation=peer.incarnation),
-                    timeout=self._context.kv.lease_ttl_s / 3,
-                )
-            except grpc.aio.AioRpcError as error:
-                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    continue  # the lease itself decides how long this may go on
-                raise from_rpc_error(error, peer.worker_id) from None
+                with errors_of(peer.worker_id):
+                    await peer.stub.Renew(
+                        kv_pb2.RenewRequest(lease_id=self._lease_id, incarnation=peer.incarnation),
+                        timeout=self._context.kv.lease_ttl_s / 3,
+                    )
+            except DeadlineExceeded:
+                continue  # the lease itself decides how long this may go on
             self._lease.acknowledged(sent_at)
             self._lease_held.set()
             await asyncio.sleep(self._context.kv.lease_ttl_s / 3)
@@ -228,9 +244,17 @@ class HandOff:
             raise TransferFailed(f"{peer.worker_id} announced no block for {timeout_s:g} s") from None
 
     async def _clean_up(self, peer: Peer) -> None:
-        """Wait until no READ can write any more, then free our blocks and the peer's."""
-        for transfer in self._transfers:
-            await transfer.settled()
+        """Wait until no READ can write any more, then free our blocks and the peer's.
+
+        A READ that is still under way when the owner's hold has ended anyway is ended with its connection.
+        """
+        try:
+            async with asyncio.timeout(self._context.kv.lease_ttl_s):
+                for transfer in self._transfers:
+                    await transfer.settled()
+        except TimeoutError:
+            log.warning("READ does not end, dropping the peer", peer=peer.worker_id)
+            await self._context.peers.drop(peer.incarnation)
         self._context.engine.post(lambda engine: engine.settle(self._task.sequence.id))
         if not self._asked:
             return

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
 import sysconfig
 import tempfile
 from importlib import resources
 from pathlib import Path
-
-from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_DIR = ROOT / "proto"
@@ -33,9 +32,10 @@ def generate() -> dict[str, str]:
         tempfile.TemporaryDirectory() as folder,
         resources.as_file(resources.files("grpc_tools")) as grpc_tools,
     ):
-        status = protoc.main(
+        # In a process of its own: protoc's library can not share one with NIXL's, and tests have both.
+        protoc = subprocess.run(
             [
-                "protoc",
+                *(sys.executable, "-m", "grpc_tools.protoc"),
                 f"--proto_path={PROTO_DIR}",
                 f"--proto_path={grpc_tools / '_proto'}",
                 f"--python_out={folder}",
@@ -45,10 +45,11 @@ def generate() -> dict[str, str]:
                 f"--plugin=protoc-gen-mypy_grpc={_SCRIPTS_DIR / 'protoc-gen-mypy_grpc'}",
                 f"--mypy_grpc_out=only_async,quiet:{folder}",
                 *(str(source) for source in sources),
-            ]
+            ],
+            check=False,
         )
-        if status != 0:
-            raise RuntimeError(f"protoc failed with status {status}")
+        if protoc.returncode != 0:
+            raise RuntimeError(f"protoc failed with status {protoc.returncode}")
         produced = sorted((Path(folder) / "headrace" / "v1").iterdir())
         files = {
             path.name: _IMPORT.sub("from headrace.rpc.v1 import ", path.read_text()) for path in produced

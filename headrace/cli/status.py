@@ -29,9 +29,8 @@ async def _collect(settings: Settings) -> Table:
     finally:
         await directory.close()
     answers = await asyncio.gather(*(_ask(record, settings) for record in records))
-    table = Table(
-        title=f"cluster {settings.directory.cluster!r}: {len(records)} workers", title_justify="left"
-    )
+    title = f"cluster {settings.directory.cluster!r}: {len(records)} workers"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for column in (
         "worker",
         "role",
@@ -44,7 +43,7 @@ async def _collect(settings: Settings) -> Table:
         "held",
         "address",
     ):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column in ("worker", "role", "state"))
     for record, answer in zip(records, answers, strict=True):
         table.add_row(*_row(record, answer))
     return table

@@ -19,6 +19,7 @@ import ray
 from headrace.cluster import placement
 from headrace.cluster.placement import PlacedProcess
 from headrace.cluster.process import Kind, ProcessSpec
+from headrace.cluster.reaper import Reaper
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import Settings
 
@@ -42,8 +43,9 @@ class LocalCluster:
     ) -> None:
         """`port`: of the public API, 0 for any free one. `on_stage(name, stage)` is told the progress of the start."""
         self._settings = settings
-        kinds: dict[Kind, int] = {"prefill": num_prefill, "decode": num_decode}
-        self._kinds = [kind for kind, count in kinds.items() for _ in range(count)]
+        prefill: list[Kind] = ["prefill"] * num_prefill
+        decode: list[Kind] = ["decode"] * num_decode
+        self._kinds = prefill + decode
         self._port = port
         self._on_stage = on_stage
         self._cleanup = ExitStack()
@@ -67,6 +69,8 @@ class LocalCluster:
     def _start(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))
         self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        reaper = Reaper(str(self.folder))
+        self._cleanup.callback(reaper.close)
         self._on_stage("directory", "starting")
         server = self._cleanup.enter_context(RedisServer())
         self.directory_url = server.url
@@ -79,7 +83,9 @@ class LocalCluster:
             self.placed[spec.name] = placement.place(spec, [bundle])
         placed = list(self.placed.values())
         self._cleanup.callback(placement.stop, placed, self._settings.rpc.drain_timeout_s)
+        reaper.watch_children()
         addresses = placement.wait_until_serving(placed, _START_TIMEOUT_S, self._on_stage)
+        reaper.watch_children()
         self.worker_addresses = dict(zip(self.placed, addresses, strict=True))
         self.router_address = self.worker_addresses.pop("router")
 

@@ -79,7 +79,9 @@ def _filtered(weights_RV: torch.Tensor, samplings: list[SamplingParams]) -> torc
     vocab_size = weights_RV.shape[1]
     top_k_R1 = torch.tensor([[sampling.top_k or vocab_size] for sampling in samplings])
     # Off is infinite, since a sum that is rounded can reach 1 before the last token.
-    top_p_R1 = torch.tensor([[s.top_p if s.top_p < 1.0 else torch.inf] for s in samplings]).double()
+    top_p_R1 = torch.tensor(
+        [[s.top_p if s.top_p < 1.0 else torch.inf] for s in samplings], dtype=torch.float64
+    )
     sorted_RV = weights_RV.sort(dim=-1, descending=True).values
     in_top_k_RV = torch.arange(vocab_size) < top_k_R1
     cumulative_RV = sorted_RV.where(in_top_k_RV, 0.0).double().cumsum(-1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -50,6 +52,22 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
     return (
         PeerError(known, f"{peer}: {details}") if known else InternalError(f"{peer}: {code.name}: {details}")
     )
+
+
+@contextmanager
+def errors_of(peer: str) -> Generator[None]:
+    """Within the block, what a call to `peer` raises becomes an error of ours. A channel that somebody else closed
+    cancels its calls as if we were cancelled ourselves: that becomes WorkerGone.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, peer) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise WorkerGone(f"{peer}: the connection was closed") from None
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -1,10 +1,11 @@
 """Attention on CPUs through torch's fused kernel: decodes in padded batches, prefill chunks one sequence at a time.
 
-The kernel sums in an order that depends on the shapes it is given. In bf16, where rounding is coarse, it gives a token the
-same bits in every batch and for every chunk size if (measured on x86) positions are padded with zeros to multiples of 32
-and at least two queries come together, in chunks an even number. So all calls here are made like that.
+The kernel sums in an order that depends on the shapes it is given. In bf16, where rounding is coarse, it gives a token
+the same bits in every batch and for every chunk size if (measured on x86) positions are padded with zeros to multiples
+of 32 and at least two queries come together, in chunks an even number. So all calls here are made like that.
 
-Letters beside those of `base.py`: R sequences of a decode batch, C positions of their blocks, G query heads per KV head.
+Letters beside those of `base.py`: R sequences of a decode batch, C positions of their blocks, G query heads of a KV
+head.
 """
 
 from __future__ import annotations
@@ -151,9 +152,7 @@ def _groups(decodes: list[Span]) -> list[list[Span]]:
 
 def _fits(group: list[Span], span: Span) -> bool:
     longest = group[0].context
-    return (
-        longest - span.context <= _MAX_PADDING_TOKENS and (len(group) + 1) * longest <= _MAX_PADDED_TOKENS
-    )
+    return longest - span.context <= _MAX_PADDING_TOKENS and (len(group) + 1) * longest <= _MAX_PADDED_TOKENS
 
 
 def _rows(spans: Sequence[Span]) -> slice | torch.Tensor:

@@ -11,10 +11,10 @@ import torch
 class Linear:
     """`weight` is [out, in].
 
-    Computed as weight times inputs, tokens as columns, and not the other way around as `F.linear` does. For two tokens and
-    more the libraries then sum a token's products in one order, however many others are with it (measured bit for bit on
-    x86, MKL and oneDNN, with rare exceptions over 64 tokens): a sequence gets the same numbers alone or in a batch. It
-    is also up to twice as fast for 4 to 64 tokens.
+    Computed as weight times inputs, tokens as columns, and not the other way around as `F.linear` does. For two
+    tokens and more the libraries then sum a token's products in one order, however many others are with it (measured
+    bit for bit on x86, MKL and oneDNN, with rare exceptions over 64 tokens): a sequence gets the same numbers alone or
+    in a batch. It is also up to twice as fast for 4 to 64 tokens.
     """
 
     weight: torch.Tensor
