@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import ray
+import structlog
 
 from headrace.cluster import placement
 from headrace.cluster.placement import PlacedProcess
@@ -22,6 +23,8 @@ from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.reaper import Reaper
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import Settings
+
+log = structlog.get_logger()
 
 _START_TIMEOUT_S = 180.0
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
@@ -75,7 +78,7 @@ class LocalCluster:
         server = self._cleanup.enter_context(RedisServer())
         self.directory_url = server.url
         self._on_stage("directory", "serving")
-        self._start_ray()
+        self._start_ray(reaper)
         specs = self._specs()
         for spec in specs:
             # The router shares whatever is idle; a worker has a core's worth reserved.
@@ -89,11 +92,21 @@ class LocalCluster:
         self.worker_addresses = dict(zip(self.placed, addresses, strict=True))
         self.router_address = self.worker_addresses.pop("router")
 
-    def _start_ray(self) -> None:
+    def _start_ray(self, reaper: Reaper) -> None:
         self._on_stage("ray", "starting")
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         logging.getLogger("ray").setLevel(logging.WARNING)
         self._cleanup.callback(ray.shutdown)
+        try:
+            self._init_ray()
+        except RuntimeError as error:  # rarely, its control store does not come up in time
+            log.warning("ray did not start, trying once more", error=str(error))
+            reaper.watch_children()
+            ray.shutdown()
+            self._init_ray()
+        self._on_stage("ray", "serving")
+
+    def _init_ray(self) -> None:
         ray.init(
             address="local",
             num_cpus=len(self._kinds) + 1,  # more workers than cores share them
@@ -103,7 +116,6 @@ class LocalCluster:
             configure_logging=False,
             _temp_dir=str(self.folder / "ray"),
         )
-        self._on_stage("ray", "serving")
 
     def _specs(self) -> list[ProcessSpec]:
         logs = self.folder / "logs"
