@@ -23,6 +23,7 @@ from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.reaper import Reaper
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import Settings
+from headrace.errors import Unavailable
 
 log = structlog.get_logger()
 
@@ -97,25 +98,9 @@ class LocalCluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         logging.getLogger("ray").setLevel(logging.WARNING)
         self._cleanup.callback(ray.shutdown)
-        try:
-            self._init_ray()
-        except RuntimeError as error:  # rarely, its control store does not come up in time
-            log.warning("ray did not start, trying once more", error=str(error))
-            reaper.watch_children()
-            ray.shutdown()
-            self._init_ray()
+        # More workers than cores share them.
+        start_ray(len(self._kinds) + 1, self.folder / "ray", before_retry=reaper.watch_children)
         self._on_stage("ray", "serving")
-
-    def _init_ray(self) -> None:
-        ray.init(
-            address="local",
-            num_cpus=len(self._kinds) + 1,  # more workers than cores share them
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(self.folder / "ray"),
-        )
 
     def _specs(self) -> list[ProcessSpec]:
         logs = self.folder / "logs"
@@ -133,6 +118,28 @@ class LocalCluster:
             counts[kind] = counts.get(kind, 0) + 1
             specs.append(ProcessSpec(name, kind, settings, cores, logs / f"{name}.log"))
         return specs
+
+
+def start_ray(num_cpus: int, folder: Path, before_retry: Callable[[], None] = lambda: None) -> None:
+    """A Ray of its own on this machine. Tried twice: on a loaded machine its parts rarely miss one another's start."""
+    for is_last in (False, True):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(folder),
+            )
+            return
+        except Exception as error:  # Ray raises plain ones here
+            if is_last:
+                raise Unavailable(f"Ray did not start: {error}") from error
+            log.warning("ray did not start, trying once more", error=str(error))
+            before_retry()
+            ray.shutdown()
 
 
 def core_shares(cores: list[int], num_workers: int) -> list[tuple[int, ...]]:

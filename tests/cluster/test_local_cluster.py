@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from headrace.cluster import placement
-from headrace.cluster.local_cluster import LocalCluster, core_shares
+from headrace.cluster.local_cluster import LocalCluster, core_shares, start_ray
 from headrace.cluster.process import ProcessSpec
 from headrace.config import Settings
 from headrace.errors import HeadraceError, InvalidRequest, LayoutMismatch, ModelError, Unavailable
@@ -135,14 +135,7 @@ def test_a_model_that_is_missing_ends_the_start_and_cleans_up(settings):
 @pytest.mark.timeout(120)
 def test_ra01_a_placement_that_can_never_be_met_names_the_resource(settings, tmp_path):
     short = Path(tempfile.mkdtemp(prefix="hr-"))
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 << 20,
-        _temp_dir=str(short),  # Ray's sockets lie in it, and their paths may have 107 bytes
-    )
+    start_ray(2, short)  # Ray's sockets lie in it, and their paths may have 107 bytes
     try:
         spec = ProcessSpec("prefill-0", "prefill", settings, (), tmp_path / "log")
         for bundles, words in (
