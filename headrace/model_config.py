@@ -20,9 +20,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a decoder of the Llama architecture."""
+    """Shape of a decoder: pre-norm layers with grouped-query attention, rotary positions and a gated MLP. What families
+    differ in are the switches below; `headrace.model_reader` sets them.
+    """
 
-    architecture: str  # key of the registry in headrace/engine/models: "llama"
+    architecture: str  # key of the registry in headrace/engine/models
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -35,8 +37,32 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
-    attention_bias: bool = False
+    attention_bias: bool = False  # of queries, keys and values
+    output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
+    qk_norm: bool = False  # each head's query and key are normalized before they are rotated
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    sandwich_norms: bool = False  # attention's and the MLP's output are normalized before they are added
+    embedding_scale: float = 1.0  # rounded to the weights' dtype before use
+    query_scale: float = 0.0  # 0: head_dim**-0.5, which the field then holds
+    attention_softcap: float = 0.0  # cap * tanh(score / cap); 0: off
+    logit_softcap: float = 0.0
+    sliding_window: int = (
+        0  # tokens that a sliding layer's token sees, itself included; 0: there is no such layer
+    )
+    sliding_layers: tuple[bool, ...] = ()  # by layer: whether it slides; (): none does
+    local_rope_theta: float = 0.0  # of sliding layers, which then have no `rope_scaling`; 0: as all others
+
+    def __post_init__(self) -> None:
+        if not self.query_scale and self.head_dim > 0:
+            object.__setattr__(self, "query_scale", self.head_dim**-0.5)
+
+    def slides(self, layer: int) -> bool:
+        return bool(self.sliding_layers) and self.sliding_layers[layer]
+
+    def window(self, layer: int) -> int:
+        """Tokens that a token sees in this layer, itself included; 0: all before it."""
+        return self.sliding_window if self.slides(layer) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from headrace.engine.attention import load_backend
 from headrace.engine.attention.base import StepBatch
 from headrace.engine.kv_cache import KvCache
-from headrace.engine.models.llama import Llama
+from headrace.engine.models.decoder import Decoder
 from headrace.engine.sampler import Draw, sample
 from headrace.engine.sequence import Chunk, Sequence, StepPlan
 from headrace.errors import HeadraceError, InternalError
@@ -31,10 +31,10 @@ def choose_dtype(name: str) -> torch.dtype:
 class TorchRunner:
     """Implements `ModelRunner`."""
 
-    def __init__(self, model: Llama, cache: KvCache, attention: str = "auto") -> None:
+    def __init__(self, model: Decoder, cache: KvCache, attention: str = "auto") -> None:
         self._model = model
         self._cache = cache
-        self._attention = load_backend(attention, cache)
+        self._attention = load_backend(attention, cache, model.config)
 
     def run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
         """One forward pass. If it fails, each chunk gets one of its own, so that only those fail that have to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from headrace.engine.sequence import Chunk, Sequence, StepPlan
 from headrace.model_config import ModelConfig
 from headrace.sampling_params import SamplingParams
 
-LAYERS, LAYER, HEAD_DIM, NUM_BLOCKS = 2, 1, 16, 400
+LAYERS, LAYER, BLOCK_SIZE, NUM_POSITIONS = 2, 1, 32, 3200
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 # (tokens in the cache already, tokens of the chunk) of each sequence of a step
@@ -26,6 +26,44 @@ STEPS = {
     "long prompt": [(0, 301)],
     "chunks behind a prefix": [(32, 32), (5, 2), (64, 129), (17, 3)],
     "decodes and chunks, mixed up": [(40, 1), (0, 9), (63, 1), (8, 40), (200, 1)],
+}
+
+
+def model_config(kv_heads: int = 2, heads: int = 4, head_dim: int = 64) -> ModelConfig:
+    return ModelConfig(
+        architecture="llama",
+        num_layers=LAYERS,
+        hidden_size=heads * head_dim,
+        intermediate_size=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=2,
+        max_model_tokens=4096,
+        rope_theta=1.0,
+        rms_norm_eps=1.0,
+        tie_word_embeddings=True,
+    )
+
+
+CONFIG = model_config()
+SLIDING = (LAYER == 0, LAYER == 1)
+VARIANTS = {
+    "window of one": replace(CONFIG, sliding_window=1, sliding_layers=SLIDING),
+    "window within a block": replace(CONFIG, sliding_window=7, sliding_layers=SLIDING),
+    "window of a block": replace(CONFIG, sliding_window=32, sliding_layers=SLIDING),
+    "window over blocks": replace(CONFIG, sliding_window=77, sliding_layers=SLIDING),
+    "window longer than the text": replace(CONFIG, sliding_window=4096, sliding_layers=SLIDING),
+    "window of the other layer": replace(CONFIG, sliding_window=3, sliding_layers=SLIDING[::-1]),
+    "scale": replace(CONFIG, query_scale=0.5),
+    "cap": replace(CONFIG, query_scale=1.0, attention_softcap=5.0),
+    "all at once": replace(
+        model_config(1, 5, 16),
+        query_scale=1.5,
+        attention_softcap=8.0,
+        sliding_window=40,
+        sliding_layers=SLIDING,
+    ),
 }
 
 
@@ -45,126 +83,147 @@ class Sample:
         return slice(self.start, self.start + self.num_tokens)
 
 
+class Bench:
+    """A backend, a cache full of NaN, and samples whose past is in the cache, in blocks strewn over it."""
+
+    def __init__(
+        self,
+        backend_name: str,
+        step: list[tuple[int, int]],
+        config: ModelConfig = CONFIG,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        self.config = config
+        self.cache = KvCache(config, NUM_POSITIONS // block_size, block_size, dtype)
+        self.cache.tensor.fill_(torch.nan)  # what a sequence has not written must not matter
+        self._backend = load_backend(backend_name, self.cache, config)
+        self._generator = torch.Generator().manual_seed(len(step) + config.num_heads)
+        self._free = torch.randperm(self.cache.num_blocks, generator=self._generator).tolist()
+        self.samples = [self._sample(str(number), start, count) for number, (start, count) in enumerate(step)]
+
+    def _random(self, num_tokens: int, num_heads: int) -> torch.Tensor:
+        shape = (num_tokens, num_heads, self.config.head_dim)
+        return torch.randn(shape, generator=self._generator).to(self.cache.tensor.dtype)
+
+    def _sample(self, name: str, start: int, num_tokens: int) -> Sample:
+        total, kv_heads = start + num_tokens, self.config.num_kv_heads
+        q, k, v = (self._random(total, heads) for heads in (self.config.num_heads, kv_heads, kv_heads))
+        sample = Sample(start, num_tokens, q, k, v)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        sample.sequence = Sequence(name, [0] * total, total, sampling, root=b"")
+        num_blocks = -(-total // self.cache.block_size_tokens)
+        sample.sequence.block_ids = [self._free.pop() for _ in range(num_blocks)]
+        self.write(self.cache.tensor, sample, range(start))
+        return sample
+
+    def write(self, kv: torch.Tensor, sample: Sample, positions: range) -> None:
+        size = self.cache.block_size_tokens
+        for position in positions:
+            block = kv[sample.sequence.block_ids[position // size], LAYER]
+            block[0, :, position % size] = sample.k[position]
+            block[1, :, position % size] = sample.v[position]
+
+    def attend(self, samples: list[Sample] | None = None) -> list[torch.Tensor]:
+        samples = samples or self.samples
+        plan = StepPlan([Chunk(sample.sequence, sample.start, sample.num_tokens) for sample in samples])
+        attend = self._backend.prepare(StepBatch.of(plan, self.cache.block_size_tokens))
+        q, k, v = (torch.cat([getattr(sample, name)[sample.new] for sample in samples]) for name in "qkv")
+        return list(attend(LAYER, q, k, v).split([sample.num_tokens for sample in samples]))
+
+    def written_out(self, sample: Sample) -> torch.Tensor:
+        q, k, v = sample.q[sample.new].double(), sample.k.double(), sample.v.double()
+        group = q.shape[1] // k.shape[1]
+        output = torch.empty_like(q)
+        for row in range(q.shape[0]):
+            end = sample.start + row + 1
+            seen = slice(max(0, end - (self.config.window(LAYER) or end)), end)
+            for head in range(q.shape[1]):
+                scores = k[seen, head // group] @ q[row, head] * self.config.query_scale
+                if cap := self.config.attention_softcap:
+                    scores = (scores / cap).tanh() * cap
+                output[row, head] = scores.softmax(0) @ v[seen, head // group]
+        return output
+
+    def check(self, tolerance: float = 2e-5) -> None:
+        for sample, output in zip(self.samples, self.attend(), strict=True):
+            assert output.dtype == self.cache.tensor.dtype
+            torch.testing.assert_close(output.double(), self.written_out(sample), atol=tolerance, rtol=0.0)
+
+
 @pytest.fixture(params=list(BACKENDS))
 def backend_name(request) -> str:
     return request.param
 
 
-def make_cache(dtype: torch.dtype, block_size: int, kv_heads: int, heads: int) -> KvCache:
-    config = ModelConfig(
-        architecture="llama",
-        num_layers=LAYERS,
-        hidden_size=heads * HEAD_DIM,
-        intermediate_size=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
-        vocab_size=2,
-        max_model_tokens=4096,
-        rope_theta=1.0,
-        rms_norm_eps=1.0,
-        tie_word_embeddings=True,
-    )
-    cache = KvCache(config, NUM_BLOCKS * 32 // block_size, block_size, dtype)
-    cache.tensor.fill_(torch.nan)  # what a sequence has not written must not matter
-    return cache
-
-
-def make_samples(cache: KvCache, heads: int, step: list[tuple[int, int]]) -> list[Sample]:
-    """Samples whose past is in the cache, in blocks strewn over it."""
-    generator = torch.Generator().manual_seed(len(step) + heads)
-    dtype, kv_heads = cache.tensor.dtype, cache.tensor.shape[3]
-    free = torch.randperm(cache.num_blocks, generator=generator).tolist()
-    samples: list[Sample] = []
-    for number, (start, num_tokens) in enumerate(step):
-        total = start + num_tokens
-
-        def random(num_heads: int, total: int = total) -> torch.Tensor:
-            return torch.randn(total, num_heads, HEAD_DIM, generator=generator).to(dtype)
-
-        sample = Sample(start, num_tokens, random(heads), random(kv_heads), random(kv_heads))
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        sample.sequence = Sequence(str(number), [0] * total, total, sampling, root=b"")
-        sample.sequence.block_ids = [free.pop() for _ in range(-(-total // cache.block_size_tokens))]
-        for position in range(start):
-            block = cache.tensor[sample.sequence.block_ids[position // cache.block_size_tokens], LAYER]
-            block[0, :, position % cache.block_size_tokens] = sample.k[position]
-            block[1, :, position % cache.block_size_tokens] = sample.v[position]
-        samples.append(sample)
-    return samples
-
-
-def attended(backend_name: str, cache: KvCache, samples: list[Sample]) -> list[torch.Tensor]:
-    plan = StepPlan([Chunk(sample.sequence, sample.start, sample.num_tokens) for sample in samples])
-    attend = load_backend(backend_name, cache).prepare(StepBatch.of(plan, cache.block_size_tokens))
-    q, k, v = (torch.cat([getattr(sample, name)[sample.new] for sample in samples]) for name in "qkv")
-    return list(attend(LAYER, q, k, v).split([sample.num_tokens for sample in samples]))
-
-
-def written_out(sample: Sample) -> torch.Tensor:
-    q, k, v = sample.q[sample.new].double(), sample.k.double(), sample.v.double()
-    group = q.shape[1] // k.shape[1]
-    output = torch.empty_like(q)
-    for row in range(q.shape[0]):
-        seen = sample.start + row + 1
-        for head in range(q.shape[1]):
-            scores = k[:seen, head // group] @ q[row, head] / HEAD_DIM**0.5
-            output[row, head] = scores.softmax(0) @ v[:seen, head // group]
-    return output
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "kv_heads", "heads", "head_dim"),
+    [
+        (torch.float32, 32, 2, 6, 16),
+        (torch.float32, 4, 3, 3, 16),
+        (torch.float32, 5, 1, 4, 32),
+        (torch.float32, 32, 1, 8, 256),
+        (torch.bfloat16, 32, 3, 9, 64),
+        (torch.bfloat16, 16, 2, 2, 64),
+        (torch.bfloat16, 32, 1, 4, 256),
+    ],
+)
+def test_equals_attention_written_out(backend_name, step, dtype, block_size, kv_heads, heads, head_dim):
+    config = model_config(kv_heads, heads, head_dim)
+    Bench(backend_name, step, config, dtype, block_size).check(TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize(
-    ("dtype", "block_size", "kv_heads", "heads"),
-    [
-        (torch.float32, 32, 2, 6),
-        (torch.float32, 4, 3, 3),
-        (torch.float32, 5, 1, 4),
-        (torch.bfloat16, 32, 2, 6),
-        (torch.bfloat16, 16, 2, 2),
-    ],
-)
-def test_equals_attention_written_out(backend_name, step, dtype, block_size, kv_heads, heads):
-    cache = make_cache(dtype, block_size, kv_heads, heads)
-    samples = make_samples(cache, heads, step)
-    for sample, output in zip(samples, attended(backend_name, cache, samples), strict=True):
-        assert output.dtype == dtype
-        torch.testing.assert_close(output.double(), written_out(sample), atol=TOLERANCE[dtype], rtol=0.0)
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_scale_cap_and_window_are_those_of_the_config(backend_name, config, step):
+    Bench(backend_name, step, config).check()
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_scale_cap_and_window_in_bf16(backend_name, config):
+    Bench(backend_name, STEPS["decodes and chunks, mixed up"], config, torch.bfloat16).check(5e-2)
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 def test_writes_the_new_tokens_and_nothing_else(backend_name, step):
-    cache = make_cache(torch.float32, 32, 2, 4)
-    samples = make_samples(cache, 4, step)
-    expected = cache.tensor.clone()
-    for sample in samples:
-        for position in range(sample.start, sample.start + sample.num_tokens):
-            block = expected[sample.sequence.block_ids[position // 32], LAYER]
-            block[0, :, position % 32] = sample.k[position]
-            block[1, :, position % 32] = sample.v[position]
-    attended(backend_name, cache, samples)
-    torch.testing.assert_close(cache.tensor, expected, atol=0.0, rtol=0.0, equal_nan=True)
+    bench = Bench(backend_name, step)
+    expected = bench.cache.tensor.clone()
+    for sample in bench.samples:
+        bench.write(expected, sample, range(sample.start, sample.start + sample.num_tokens))
+    bench.attend()
+    torch.testing.assert_close(bench.cache.tensor, expected, atol=0.0, rtol=0.0, equal_nan=True)
+
+
+def test_what_lies_before_the_window_may_be_anything(backend_name):
+    """Numbers that would win every comparison change nothing."""
+    config = VARIANTS["window of a block"]
+    bench = Bench(backend_name, [(150, 1), (96, 40)], config)
+    expected = [bench.written_out(sample) for sample in bench.samples]
+    for sample in bench.samples:
+        outside = (sample.start - config.sliding_window + 1) // BLOCK_SIZE
+        bench.cache.tensor[sample.sequence.block_ids[:outside]] = 1e30
+    for output, wanted in zip(bench.attend(), expected, strict=True):
+        torch.testing.assert_close(output.double(), wanted, atol=2e-5, rtol=0.0)
 
 
 def test_a_broken_sequence_harms_no_other_one(backend_name):
-    cache = make_cache(torch.float32, 32, 2, 4)
-    samples = make_samples(cache, 4, [(40, 1), (41, 1), (10, 20)])
+    bench = Bench(backend_name, [(40, 1), (41, 1), (10, 20)])
     for name in "qkv":
-        getattr(samples[1], name)[:] = torch.nan
-    outputs = attended(backend_name, cache, samples)
+        getattr(bench.samples[1], name)[:] = torch.nan
+    outputs = bench.attend()
     assert outputs[1].isnan().all()
     for number in (0, 2):
-        torch.testing.assert_close(outputs[number].double(), written_out(samples[number]), atol=2e-5, rtol=0)
+        expected = bench.written_out(bench.samples[number])
+        torch.testing.assert_close(outputs[number].double(), expected, atol=2e-5, rtol=0)
 
 
 def test_shared_blocks_are_read_by_all(backend_name):
-    cache = make_cache(torch.float32, 32, 2, 4)
-    first, second = make_samples(cache, 4, [(64, 3), (64, 1)])
+    bench = Bench(backend_name, [(64, 3), (64, 1)])
+    first, second = bench.samples
     second.sequence.block_ids[:2] = first.sequence.block_ids[:2]
     second.k[:64], second.v[:64] = first.k[:64], first.v[:64]
-    outputs = attended(backend_name, cache, [first, second])
-    for sample, output in zip((first, second), outputs, strict=True):
-        torch.testing.assert_close(output.double(), written_out(sample), atol=2e-5, rtol=0)
+    bench.check()
 
 
 @pytest.mark.parametrize(("kv_heads", "heads"), [(2, 6), (2, 2), (1, 4)])
@@ -172,11 +231,12 @@ def test_bf16_on_cpu_does_not_depend_on_batch_or_chunk(kv_heads, heads):
     """Bit for bit: what is the same token is the same number, alone, in a batch, and in chunks of any size."""
     if not torch.cpu.get_capabilities().get("avx512_bf16"):
         pytest.skip("other kernels than those whose order of sums was measured")
-    cache = make_cache(torch.bfloat16, 32, kv_heads, heads)
-    [sample, *others] = make_samples(cache, heads, [(0, 200), (170, 1), (30, 1), (7, 12)])
-    [expected] = attended("cpu", cache, [sample])
+    config = model_config(kv_heads, heads)
+    bench = Bench("cpu", [(0, 200), (170, 1), (30, 1), (7, 12)], config, torch.bfloat16)
+    [sample, *others] = bench.samples
+    [expected] = bench.attend([sample])
     for size in (1, 2, 7, 33, 64, 199):
         for first in range(0, 200, size):
             sample.start, sample.num_tokens = first, min(size, 200 - first)
-            output = attended("cpu", cache, [others[0], sample, *others[1:]])[1]
+            output = bench.attend([others[0], sample, *others[1:]])[1]
             assert torch.equal(output, expected[sample.new]), (size, first)

@@ -16,6 +16,7 @@ import torch
 
 from headrace.engine.kv_cache import KvCache
 from headrace.engine.sequence import StepPlan
+from headrace.model_config import ModelConfig
 
 # (layer, q_THD, k_TKD, v_TKD) -> o_THD; q and k carry their rotary positions already
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -74,11 +75,16 @@ class StepBatch:
 
 
 class AttentionBackend(Protocol):
-    def __init__(self, cache: KvCache) -> None: ...
+    """softmax(cap(scale * q·k)) over what a token sees: itself and all before it, or as many as the layer's window holds.
+
+    Scale, cap and windows are those of the config: `query_scale`, `attention_softcap`, `window(layer)`.
+    """
+
+    def __init__(self, cache: KvCache, config: ModelConfig) -> None: ...
 
     def prepare(self, batch: StepBatch) -> Attend:
         """What is the same for all layers of a step, done once. The function it returns first writes keys and values of
-        the step's tokens into their blocks, then attends, causally, to everything each token sees. Whatever lies in a
-        block behind a sequence's last token, NaN included, changes nothing.
+        the step's tokens into their blocks, then attends. Whatever lies in a block behind a sequence's last token, NaN
+        included, changes nothing.
         """
         ...

@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RmsNorm:
-    weight: torch.Tensor
+    weight: torch.Tensor  # fp32
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x / sqrt(mean(x²) + eps) * weight; the mean in fp32, as Hugging Face transformers has it."""
+        """x / sqrt(mean(x²) + eps) * weight over the last dimension, in fp32 up to the result."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return (wide * self.weight).to(x.dtype)

@@ -6,19 +6,19 @@ import math
 
 import torch
 
-from headrace.model_config import ModelConfig, RopeScaling
+from headrace.model_config import RopeScaling
 
 
 class RotaryEmbedding:
     """Turns pairs (i, i + D/2) of each head by position times frequency i. Angles are computed in fp32."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self._frequencies = _scaled(1.0 / config.rope_theta**exponents, config.rope_scaling)
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self.frequencies = _scaled(1.0 / theta**exponents, scaling)  # radians per position, [D / 2]
 
     def at(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors for `rotate`, each [T, 1, D]: for all heads and all layers of a step."""
-        angles_T1F = (positions_T[:, None].float() * self._frequencies)[:, None]
+        """Factors for `rotate`, each [T, 1, D]: for all heads and all layers of a kind."""
+        angles_T1F = (positions_T[:, None].float() * self.frequencies)[:, None]
         cos, sin = angles_T1F.cos().to(dtype), angles_T1F.sin().to(dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

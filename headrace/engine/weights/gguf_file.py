@@ -1,8 +1,7 @@
-"""Weights of a GGUF file of the Llama architecture, dequantized tensor by tensor."""
+"""Weights of a GGUF file, dequantized tensor by tensor."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import gguf
@@ -10,48 +9,36 @@ import numpy as np
 import torch
 
 from headrace import gguf_metadata
+from headrace.engine.weights.tensor_names import GGUF
 from headrace.errors import ModelError
 from headrace.gguf_metadata import GgufTensor
 from headrace.model_config import ModelConfig
 
-_PART = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-
 
 class GgufFile:
-    def __init__(self, path: Path, config: ModelConfig) -> None:
+    def __init__(self, path: Path, config: ModelConfig, *, interleaved: bool) -> None:
+        """`interleaved`: the two halves of each query and key head are, in these files."""
         self._metadata = gguf_metadata.read(path)
         # A plain view: every slice of a memmap object costs as much as a small computation.
         self._data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-        self._config = config
+        self._num_heads = (
+            {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if interleaved else {}
+        )
 
-    def __contains__(self, name: str) -> bool:
-        return _gguf_name(name) in self._metadata.tensors
+    def stored_name(self, name: str) -> str:
+        return GGUF.of(name)
+
+    def __contains__(self, stored_name: str) -> bool:
+        return stored_name in self._metadata.tensors
 
     def __len__(self) -> int:
         return len(self._metadata.tensors)
 
-    def read(self, name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(self._dequantized(self._metadata.tensors[_gguf_name(name)]))
-        if ".q_proj." in name:
-            return _in_halves(tensor, self._config.num_heads)
-        if ".k_proj." in name:
-            return _in_halves(tensor, self._config.num_kv_heads)
+    def read(self, stored_name: str) -> torch.Tensor:
+        tensor = torch.from_numpy(self._dequantized(self._metadata.tensors[stored_name]))
+        for part, num_heads in self._num_heads.items():
+            if part in stored_name:
+                return _in_halves(tensor, num_heads)
         return tensor
 
     def _dequantized(self, tensor: GgufTensor) -> np.ndarray:
@@ -69,14 +56,6 @@ class GgufFile:
                 f"tensor {tensor.name!r} of shape {list(reversed(tensor.shape))} does not fit its quantization: {error}"
             ) from None
         return np.array(values, dtype=np.float32)  # its own copy: the file is mapped read-only
-
-
-def _gguf_name(name: str) -> str:
-    in_layer = _IN_LAYER.fullmatch(name)
-    if in_layer is None:
-        return _TOP[name]
-    layer, part, kind = in_layer.groups()
-    return f"blk.{layer}.{_PART[part]}.{kind}"
 
 
 def _in_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

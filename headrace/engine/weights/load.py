@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.engine.models import build_model
-from headrace.engine.models.llama import Llama
+from headrace.engine.models import build_model, family_of
+from headrace.engine.models.decoder import Decoder
 from headrace.engine.weights.gguf_file import GgufFile
 from headrace.engine.weights.safetensors_files import SafetensorsFiles
 from headrace.engine.weights.source import TensorSource
@@ -16,9 +16,12 @@ from headrace.model_config import ModelFiles
 
 def load_model(
     files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None] | None = None
-) -> Llama:
+) -> Decoder:
     """Weights in `dtype`. `progress(taken, total)` counts tensors. Raises ModelError naming what does not fit."""
+    config, family = files.config, family_of(files.config)
     if files.format == "gguf":
-        return build_model(files.config, TensorSource(GgufFile(files.path, files.config), dtype, progress))
-    with SafetensorsFiles(files.path) as tensors:
-        return build_model(files.config, TensorSource(tensors, dtype, progress))
+        gguf = GgufFile(files.path, config, interleaved=family.interleaves_gguf)
+        return build_model(config, TensorSource(gguf, dtype, progress))
+    with SafetensorsFiles(files.path, family.names) as tensors:
+        source = TensorSource(tensors, dtype, progress, norm_offset=family.norm_offset)
+        return build_model(config, source)

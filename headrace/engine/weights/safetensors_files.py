@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from headrace.engine.weights.tensor_names import TensorNames
 from headrace.errors import ModelError
 
 
 class SafetensorsFiles:
     """Use as a context manager. Where a tensor is, the files themselves say; an index file is not needed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: TensorNames) -> None:
         self._folder = folder
+        self._names = names
         self._opened = ExitStack()
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, tuple[Any, str]] = {}  # by name: the file, and what it says there
 
     def __enter__(self) -> SafetensorsFiles:
         for path in sorted(self._folder.glob("*.safetensors")):
@@ -26,17 +28,28 @@ class SafetensorsFiles:
                 file = self._opened.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: can not be read: {error}") from None
-            self._where.update(dict.fromkeys(file.keys(), file))
+            self._where.update({_text_name(key): (file, key) for key in file.keys()})  # noqa: SIM118 - no dict
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._opened.close()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._where
+    def stored_name(self, name: str) -> str:
+        return self._names.of(name)
+
+    def __contains__(self, stored_name: str) -> bool:
+        return stored_name in self._where
 
     def __len__(self) -> int:
         return len(self._where)
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._where[name].get_tensor(name)
+    def read(self, stored_name: str) -> torch.Tensor:
+        file, key = self._where[stored_name]
+        return file.get_tensor(key)
+
+
+def _text_name(key: str) -> str:
+    """Models that also see images keep the decoder behind one more name, once in front and now in the middle:
+    `language_model.model.norm.weight`, `model.language_model.norm.weight`.
+    """
+    return key.replace("language_model.", "", 1)

@@ -242,6 +242,7 @@ def test_a_folder_becomes_the_config(folder):
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
         attention_bias=True,
+        output_bias=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention on CPUs through torch's fused kernel: decodes in padded batches, prefill chunks one sequence at a time.
+"""Attention through torch's fused kernel: decodes in padded batches, prefill chunks one sequence at a time.
 
 The kernel sums in an order that depends on the shapes it is given. In bf16, where rounding is coarse, it gives a token
 the same bits in every batch and for every chunk size if (measured on x86) positions are padded with zeros to multiples
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from headrace.engine.attention.base import Attend, Span, StepBatch
 from headrace.engine.kv_cache import KvCache
+from headrace.model_config import ModelConfig
 
 _POSITION_MULTIPLE = 32
 # Bounds on a decode batch. Tokens that a sequence is padded by: more would cost more than a batch of its own.
@@ -28,15 +29,16 @@ _MAX_PADDED_TOKENS = 16384
 _PIECE_TOKENS = 128
 
 
-class CpuAttention:
-    def __init__(self, cache: KvCache) -> None:
+class TorchAttention:
+    def __init__(self, cache: KvCache, config: ModelConfig) -> None:
         self._cache = cache
+        self._config = config
 
     def prepare(self, batch: StepBatch) -> Attend:
-        cache = self._cache
+        cache, config = self._cache, self._config
         decodes = [span for span in batch.spans if span.num_tokens == 1]
-        parts = [_DecodeBatch(spans, cache) for spans in _groups(decodes)]
-        parts += [_PrefillChunk(span, cache) for span in batch.spans if span.num_tokens > 1]
+        parts = [_DecodeBatch(spans, cache, config) for spans in _groups(decodes)]
+        parts += [_PrefillChunk(span, cache, config) for span in batch.spans if span.num_tokens > 1]
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
             cache.write(layer, batch.block_ids_T, batch.offsets_T, k_TKD, v_TKD)
@@ -51,10 +53,16 @@ class CpuAttention:
 class _DecodeBatch:
     """One token of each of R sequences."""
 
-    def __init__(self, spans: Sequence[Span], cache: KvCache) -> None:
+    def __init__(self, spans: Sequence[Span], cache: KvCache, config: ModelConfig) -> None:
         self.rows = _rows(spans)
+        self._config = config
         self._blocks = _PaddedBlocks(spans, cache)
-        self._bias_R11C = _bias(self._blocks.unseen_RC, cache)[:, None, None]
+        positions_R1 = torch.tensor([span.start for span in spans])[:, None]
+        num_positions = self._blocks.unseen_RC.shape[1]
+        self._biases = {
+            window: _bias(positions_R1, num_positions, window, cache)[:, None, None]
+            for window in _windows(config)
+        }
 
     def attend(self, layer: int, q_RHD: torch.Tensor) -> torch.Tensor:
         k_RKCD, v_RKCD = self._blocks.read(layer)
@@ -63,26 +71,34 @@ class _DecodeBatch:
         num_queries = q_RKGD.shape[2]
         if num_queries == 1:
             q_RKGD = q_RKGD.expand(-1, -1, 2, -1)
-        o_RKGD = F.scaled_dot_product_attention(q_RKGD, k_RKCD, v_RKCD, attn_mask=self._bias_R11C)
+        bias_R11C = self._biases[self._config.window(layer)]
+        o_RKGD = _attention(q_RKGD, k_RKCD, v_RKCD, bias_R11C, self._config)
         return o_RKGD[:, :, :num_queries].flatten(1, 2)
 
 
 class _PrefillChunk:
     """T tokens of one sequence behind a prefix that is in the cache."""
 
-    def __init__(self, span: Span, cache: KvCache) -> None:
+    def __init__(self, span: Span, cache: KvCache, config: ModelConfig) -> None:
         self.rows = span.rows
+        self._config = config
         self._num_tokens = span.num_tokens
         self._blocks = _PaddedBlocks([span], cache)
-        self._pieces: list[tuple[slice, torch.Tensor]] = []  # rows of the chunk, and their bias
-        for first in range(0, span.num_tokens, _PIECE_TOKENS):
-            num_tokens = min(_PIECE_TOKENS, span.num_tokens - first)
-            last = span.start + first + num_tokens - 1
-            # An odd number, which only the chunk's end can be, is made even by its last token.
-            positions_T = (span.start + first + torch.arange(num_tokens + num_tokens % 2)).clamp(max=last)
-            num_seen = _rounded_up(last + 1)
-            bias_TC = _bias(torch.arange(num_seen) > positions_T[:, None], cache)
-            self._pieces.append((slice(first, first + len(positions_T)), bias_TC))
+        # Rows of the chunk, and their bias, by window.
+        self._pieces: dict[int, list[tuple[slice, torch.Tensor]]] = {
+            window: [
+                self._piece(span, first, window, cache) for first in range(0, span.num_tokens, _PIECE_TOKENS)
+            ]
+            for window in _windows(config)
+        }
+
+    def _piece(self, span: Span, first: int, window: int, cache: KvCache) -> tuple[slice, torch.Tensor]:
+        num_tokens = min(_PIECE_TOKENS, span.num_tokens - first)
+        last = span.start + first + num_tokens - 1
+        # An odd number, which only the chunk's end can be, is made even by its last token.
+        positions_T = (span.start + first + torch.arange(num_tokens + num_tokens % 2)).clamp(max=last)
+        bias_TC = _bias(positions_T[:, None], _rounded_up(last + 1), window, cache)
+        return slice(first, first + len(positions_T)), bias_TC
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         k_1KCD, v_1KCD = self._blocks.read(layer)
@@ -90,14 +106,14 @@ class _PrefillChunk:
             q_THD = torch.cat((q_THD, q_THD[-1:]))
         q_1HTD = q_THD.transpose(0, 1)[None]
         parts = [
-            F.scaled_dot_product_attention(
+            _attention(
                 q_1HTD[:, :, rows],
                 k_1KCD[:, :, : bias_TC.shape[1]],
                 v_1KCD[:, :, : bias_TC.shape[1]],
-                attn_mask=bias_TC,
-                enable_gqa=True,
+                bias_TC,
+                self._config,
             )[0].transpose(0, 1)
-            for rows, bias_TC in self._pieces
+            for rows, bias_TC in self._pieces[self._config.window(layer)]
         ]
         return torch.cat(parts)[: self._num_tokens]
 
@@ -134,9 +150,32 @@ def _rounded_up(num_positions: int, block_size_tokens: int = 1) -> int:
     return -(-num_positions // multiple) * multiple
 
 
-def _bias(hidden: torch.Tensor, cache: KvCache) -> torch.Tensor:
-    """Added to the scores: minus infinity where `hidden`, else 0. A mask of bools would become this in every layer."""
-    return torch.zeros(hidden.shape, dtype=cache.tensor.dtype).masked_fill_(hidden, float("-inf"))
+def _windows(config: ModelConfig) -> set[int]:
+    return {config.window(layer) for layer in range(config.num_layers)}
+
+
+def _bias(positions_T1: torch.Tensor, num_positions: int, window: int, cache: KvCache) -> torch.Tensor:
+    """[T, C], added to the scores: minus infinity where a token does not see a position, else 0. A mask of bools would
+    become this in every layer.
+    """
+    distances_TC = positions_T1 - torch.arange(num_positions)
+    hidden_TC = (distances_TC < 0) | (distances_TC >= (window or num_positions))
+    return torch.zeros(hidden_TC.shape, dtype=cache.tensor.dtype).masked_fill_(hidden_TC, float("-inf"))
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, config: ModelConfig
+) -> torch.Tensor:
+    """[rows, heads, queries, D]; `k` and `v` have as many heads, or fewer that are shared."""
+    if not config.attention_softcap:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, scale=config.query_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    # The fused kernel can not cap.
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).float() for x in (k, v))
+    scores = q.float() @ k.transpose(-1, -2) * config.query_scale
+    scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap + bias
+    return (scores.softmax(-1) @ v).to(q.dtype)
 
 
 def _groups(decodes: list[Span]) -> list[list[Span]]:
