@@ -5,10 +5,8 @@ from __future__ import annotations
 import structlog
 import torch
 
-from headrace.engine.attention import load_backend
-from headrace.engine.attention.base import StepBatch
+from headrace.engine.forward import ForwardPass
 from headrace.engine.kv_cache import KvCache
-from headrace.engine.models.decoder import Decoder
 from headrace.engine.sampler import Draw, sample
 from headrace.engine.sequence import Chunk, Sequence, StepPlan
 from headrace.errors import HeadraceError, InternalError
@@ -31,10 +29,9 @@ def choose_dtype(name: str) -> torch.dtype:
 class TorchRunner:
     """Implements `ModelRunner`."""
 
-    def __init__(self, model: Decoder, cache: KvCache, attention: str = "auto") -> None:
-        self._model = model
+    def __init__(self, forward: ForwardPass, cache: KvCache) -> None:
+        self._forward = forward
         self._cache = cache
-        self._attention = load_backend(attention, cache, model.config)
 
     def run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
         """One forward pass. If it fails, each chunk gets one of its own, so that only those fail that have to."""
@@ -67,14 +64,13 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
-        batch = StepBatch.of(plan, self._cache.block_size_tokens)
-        x_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention.prepare(batch))
+        last_rows = self._forward.run(plan)
         drawing = [
-            (chunk, span) for chunk, span in zip(plan.chunks, batch.spans, strict=True) if chunk.samples
+            (chunk, row) for chunk, row in zip(plan.chunks, last_rows, strict=True) if chunk.samples
         ]
         if not drawing:
             return {}
-        logits_NV = self._model.logits(x_TE[[span.rows.stop - 1 for _, span in drawing]])
+        logits_NV = self._forward.logits([row for _, row in drawing])
         sequences = [chunk.sequence for chunk, _ in drawing]
         tokens = sample(logits_NV, [Draw(s.sampling, s.num_output_tokens) for s in sequences])
         return {

@@ -11,11 +11,10 @@ from headrace.model_config import ModelConfig
 BACKENDS = {
     "reference": ("headrace.engine.attention.reference", "ReferenceAttention"),
     "torch": ("headrace.engine.attention.torch_sdpa", "TorchAttention"),
-    "cpu": ("headrace.engine.attention.torch_sdpa", "TorchAttention"),
+    "cpu": ("headrace.engine.native.attention", "NativeAttention"),
 }
 
 
 def load_backend(name: str, cache: KvCache, config: ModelConfig) -> AttentionBackend:
-    """The named backend; "auto" takes the one for the device that the cache is on."""
-    module, attribute = BACKENDS["cpu" if name == "auto" else name]
+    module, attribute = BACKENDS[name]
     return getattr(import_module(module), attribute)(cache, config)

@@ -1,0 +1,63 @@
+"""The seam between a step and the model: tokens go through, their KV is written, logits are read off by row.
+
+`backend` chooses: "cpu" the native kernels, "torch" and "reference" the eager model with that attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from headrace.engine.attention import load_backend
+from headrace.engine.attention.base import StepBatch
+from headrace.engine.kv_cache import KvCache
+from headrace.engine.models.decoder import Decoder
+from headrace.engine.native import library
+from headrace.engine.sequence import StepPlan
+
+
+class ForwardPass(Protocol):
+    """Rows count the tokens of a step, chunk after chunk. Called on one thread."""
+
+    def run(self, plan: StepPlan) -> list[int]:
+        """Put the plan's tokens through the model. Returns the row of each chunk's last token."""
+        ...
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """fp32 [len(rows), vocabulary], of rows of the last run. The memory is the next call's to overwrite."""
+        ...
+
+
+class EagerForward:
+    """The model as it is written in `models/`, operator by operator."""
+
+    def __init__(self, model: Decoder, cache: KvCache, attention: str) -> None:
+        self._model = model
+        self._block_size_tokens = cache.block_size_tokens
+        self._attention = load_backend(attention, cache, model.config)
+        self._x_TE = torch.empty(0)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[int]:
+        batch = StepBatch.of(plan, self._block_size_tokens)
+        self._x_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention.prepare(batch))
+        return [span.rows.stop - 1 for span in batch.spans]
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        return self._model.logits(self._x_TE[list(rows)])
+
+
+def load_forward(
+    model: Decoder, cache: KvCache, backend: str, *, num_threads: int, max_step_tokens: int
+) -> ForwardPass:
+    """The named one; "auto" takes the kernels where they were compiled. With them the model's weights move: `model` is
+    empty afterwards.
+    """
+    if backend == "cpu" or (backend == "auto" and library.load() is not None):
+        from headrace.engine.native.forward import NativeForward
+
+        return NativeForward(model, cache, num_threads=num_threads, max_step_tokens=max_step_tokens)
+    return EagerForward(model, cache, "torch" if backend == "auto" else backend)
