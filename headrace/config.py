@@ -63,7 +63,13 @@ class EngineSettings(_Section):
     max_sequences: Positive = Field(default=64, description="sequences that run at once; others wait")
     max_waiting: Positive = Field(default=1024, description="sequences that may wait; more are refused")
     num_threads: int = Field(default=0, ge=0, description="compute threads; 0: one per core of this process")
-    attention: Literal["auto", "reference", "cpu"] = "auto"
+    backend: Literal["auto", "cpu", "torch", "reference"] = Field(
+        default="auto",
+        description="cpu: native kernels; torch: operator by operator; reference: as torch, attention written out",
+    )
+    kv_quantization: Literal["none", "int8", "fp8"] = Field(
+        default="none", description="8 bits for each number of the KV cache; none: the model's dtype"
+    )
     stall_warning_s: Seconds = Field(
         default=10.0, description="work waiting and nothing scheduled for this long is logged"
     )

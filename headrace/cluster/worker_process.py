@@ -30,6 +30,7 @@ from headrace.directory.records import Role, WorkerLoad, WorkerRecord
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
+from headrace.engine.forward import load_forward
 from headrace.engine.kv_cache import KvCache
 from headrace.engine.torch_runner import TorchRunner, choose_dtype
 from headrace.engine.weights.load import load_model
@@ -110,7 +111,6 @@ class WorkerProcess:
 
     async def _start(self) -> str:
         settings = self._settings
-        torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         self._report("obtaining the model")
         files = await asyncio.to_thread(resolve, settings.model.ref, cache_dir=settings.model.cache_dir)
         self._files = files.with_limit(settings.model.max_model_tokens)
@@ -142,7 +142,7 @@ class WorkerProcess:
         dtype = choose_dtype(settings.model.dtype)
         model = load_model(self._files, dtype)
         self._cache = KvCache.for_model(self._files.config, settings.engine, dtype)
-        self._runner = TorchRunner(model, self._cache, attention=settings.engine.attention)
+        self._runner = TorchRunner(load_forward(model, self._cache, settings.engine), self._cache)
         self._runner.warm_up()
         pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens)
         self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())

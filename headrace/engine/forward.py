@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from headrace.config import EngineSettings
 from headrace.engine.attention import load_backend
 from headrace.engine.attention.base import StepBatch
 from headrace.engine.kv_cache import KvCache
@@ -50,14 +52,17 @@ class EagerForward:
         return self._model.logits(self._x_TE[list(rows)])
 
 
-def load_forward(
-    model: Decoder, cache: KvCache, backend: str, *, num_threads: int, max_step_tokens: int
-) -> ForwardPass:
-    """The named one; "auto" takes the kernels where they were compiled. With them the model's weights move: `model` is
-    empty afterwards.
+def load_forward(model: Decoder, cache: KvCache, settings: EngineSettings) -> ForwardPass:
+    """As `settings.backend` says; "auto" takes the kernels where they were compiled. Their weights are taken out of
+    `model`, which is empty afterwards.
     """
+    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+    backend = settings.backend
     if backend == "cpu" or (backend == "auto" and library.load() is not None):
         from headrace.engine.native.forward import NativeForward
 
-        return NativeForward(model, cache, num_threads=num_threads, max_step_tokens=max_step_tokens)
+        # What is left to torch, sampling, is too little for threads; and they would share the kernels' cores.
+        torch.set_num_threads(1)
+        return NativeForward(model, cache, num_threads=num_threads, max_step_tokens=settings.max_step_tokens)
+    torch.set_num_threads(num_threads)
     return EagerForward(model, cache, "torch" if backend == "auto" else backend)

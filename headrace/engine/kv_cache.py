@@ -1,9 +1,15 @@
 """The memory that holds KV: one tensor, allocated at start, read and written by attention, exchanged block by block.
 
-    [num_blocks, layers, 2 (key, value), kv_heads, block_size, head_dim]
+    [num_blocks, layers, 2 (key, value), kv_heads, block_size, row]
 
 Block-major: all layers of a block are contiguous, so a block is one piece of memory, at `address + id * block_bytes`.
-Letters in tensor names: T tokens, K KV heads, D head dimension, C positions of n blocks (n * block_size).
+A row is one head's key or value of one token: head_dim numbers in the dtype that is computed with, or quantized:
+
+    "fp8"   head_dim bytes: e4m3, saturating at 448
+    "int8"  head_dim bytes, then their scale in fp32: the largest magnitude / 127
+
+So a block carries all that it takes to read it. Letters in tensor names: T tokens, K KV heads, D head dimension, C
+positions of n blocks (n * block_size).
 """
 
 from __future__ import annotations
@@ -20,27 +26,40 @@ from headrace.errors import InvalidRequest
 from headrace.model_config import ModelConfig
 
 _MIN_BLOCKS = 2
+_FP8_LIMIT = 448.0
+_SCALE_BYTES = 4
 
 
 class KvCache:
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size_tokens: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size_tokens: int,
+        dtype: torch.dtype,
+        quantization: str = "none",
     ) -> None:
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size_tokens, config.head_dim)
+        """`dtype` is what attention computes with; `quantization` is "none", "int8" or "fp8"."""
+        stored, width = _row(config.head_dim, dtype, quantization)
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size_tokens, width)
         # Pages of zeros that the system hands out on first touch: page-aligned, and no start-up time per gigabyte.
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.tensor = torch.frombuffer(memory, dtype=dtype).view(shape)
+        memory = mmap.mmap(-1, math.prod(shape) * stored.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor = torch.frombuffer(memory, dtype=stored).view(shape)
+        self.dtype = dtype
+        self.quantization = quantization
+        self.head_dim = config.head_dim
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
         self.block_bytes = self.tensor[0].nbytes
         self.address = self.tensor.data_ptr()
-        self.dtype_name = str(dtype).removeprefix("torch.")
+        self.dtype_name = str(dtype).removeprefix("torch.") if quantization == "none" else quantization
 
     @classmethod
     def for_model(cls, config: ModelConfig, settings: EngineSettings, dtype: torch.dtype) -> KvCache:
         """As many blocks as the settings say, or as their memory holds. Raises InvalidRequest for too few."""
-        values_per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim
-        block_bytes = values_per_token * settings.block_size_tokens * dtype.itemsize
+        stored, width = _row(config.head_dim, dtype, settings.kv_quantization)
+        rows_per_token = config.num_layers * 2 * config.num_kv_heads
+        block_bytes = rows_per_token * settings.block_size_tokens * width * stored.itemsize
         num_blocks = settings.num_blocks or settings.kv_memory_bytes // block_bytes
         if num_blocks < _MIN_BLOCKS:
             raise InvalidRequest(
@@ -48,7 +67,7 @@ class KvCache:
                 settings.num_blocks or settings.kv_memory_bytes,
                 f"must give at least {_MIN_BLOCKS} blocks of {block_bytes} bytes",
             )
-        return cls(config, num_blocks, settings.block_size_tokens, dtype)
+        return cls(config, num_blocks, settings.block_size_tokens, dtype, settings.kv_quantization)
 
     def write(
         self,
@@ -59,16 +78,48 @@ class KvCache:
         v_TKD: torch.Tensor,
     ) -> None:
         """Put each token's key and value at its offset in its block."""
-        self.tensor[:, layer][block_ids_T, :, :, offsets_T] = torch.stack((k_TKD, v_TKD), dim=1)
+        rows = self._encoded(torch.stack((k_TKD, v_TKD), dim=1))
+        self.tensor[:, layer][block_ids_T, :, :, offsets_T] = rows
 
     def gather(self, layer: int, block_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Keys and values [2, K, C, D] of the blocks, in their order: a copy, into `out` where given."""
-        blocks = self.tensor[:, layer].permute(1, 2, 0, 3, 4)  # [2, K, num_blocks, block_size, D]
+        blocks = self.tensor[:, layer].permute(1, 2, 0, 3, 4)  # [2, K, num_blocks, block_size, row]
+        if self.quantization != "none":
+            values = self._decoded(torch.index_select(blocks, 2, block_ids)).flatten(2, 3)
+            return values if out is None else out.copy_(values)
         if out is not None:
             out = out.unflatten(2, (len(block_ids), -1))
         return torch.index_select(blocks, 2, block_ids, out=out).flatten(2, 3)
+
+    def _encoded(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] in the dtype that is computed with -> [..., row]."""
+        if self.quantization == "none":
+            return x
+        wide = x.float()
+        if self.quantization == "fp8":
+            return wide.clamp(-_FP8_LIMIT, _FP8_LIMIT).to(torch.float8_e4m3fn).view(torch.uint8)
+        largest = wide.abs().amax(-1, keepdim=True)
+        inverse = torch.where(largest > 0, 127.0 / largest, torch.zeros_like(largest))
+        values = (wide * inverse).round().to(torch.int8)
+        return torch.cat((values, (largest / 127.0).view(torch.int8)), dim=-1)
+
+    def _decoded(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., row] -> [..., D] in the dtype that is computed with."""
+        if self.quantization == "fp8":
+            return rows.view(torch.float8_e4m3fn).float().to(self.dtype)
+        scale = rows[..., self.head_dim :].contiguous().view(torch.float32)
+        return (rows[..., : self.head_dim].float() * scale).to(self.dtype)
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """xxh3-64 of each block's bytes. May be called from any thread; the caller sees to it that nobody writes."""
         flat = self.tensor.view(self.num_blocks, -1).view(torch.uint8).numpy()
         return [xxhash.xxh3_64_intdigest(flat[block_id]) for block_id in block_ids]
+
+
+def _row(head_dim: int, dtype: torch.dtype, quantization: str) -> tuple[torch.dtype, int]:
+    """In which type a row is stored, and how many of them it has."""
+    if quantization == "int8":
+        return torch.int8, head_dim + _SCALE_BYTES
+    if quantization == "fp8":
+        return torch.uint8, head_dim
+    return dtype, head_dim

@@ -6,6 +6,7 @@ one engine · chunk sizes · warm and cold cache · alone and in a batch · spli
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from headrace.cluster.local_cluster import LocalCluster
 from headrace.config import EngineSettings, Settings
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
+from headrace.engine.forward import load_forward
 from headrace.engine.kv_cache import KvCache
 from headrace.engine.sequence import NewToken, Sequence
 from headrace.engine.torch_runner import TorchRunner
 from headrace.engine.weights.load import load_model
+from headrace.model_config import ModelFiles
 from headrace.sampling_params import SamplingParams
 from tests.e2e.conftest import NUM_NEW_TOKENS, Reference
 from tests.support.audit import assert_idle_pool
@@ -27,15 +30,11 @@ from tests.support.processes import ask, assert_idle, tokens
 BLOCK_SIZE = 32
 
 
-@pytest.fixture(scope="module")
-def model(model_files):
-    return load_model(model_files, torch.float32)
-
-
-def engine_for(model, config, *, attention: str = "auto", max_step_tokens: int = 512) -> Engine:
-    settings = EngineSettings(num_blocks=300, block_size_tokens=BLOCK_SIZE, max_step_tokens=max_step_tokens)
-    cache = KvCache.for_model(config, settings, torch.float32)
-    runner = TorchRunner(model, cache, attention=attention)
+def engine_for(files: ModelFiles, dtype: torch.dtype = torch.float32, **engine: Any) -> Engine:
+    # One thread: tests share their cores with others, and threads that wait for each other suffer from that.
+    settings = EngineSettings(num_blocks=300, block_size_tokens=BLOCK_SIZE, num_threads=1, **engine)
+    cache = KvCache.for_model(files.config, settings, dtype)
+    runner = TorchRunner(load_forward(load_model(files, dtype), cache, settings), cache)
     return Engine(runner, BlockPool(cache.num_blocks, BLOCK_SIZE), settings, frozenset(), SystemClock())
 
 
@@ -59,14 +58,14 @@ def answers_of(engine: Engine, prompts: list[list[int]], batch: int) -> list[lis
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
-def test_chunk_sizes(model, model_files, reference: Reference, max_step_tokens):
-    engine = engine_for(model, model_files.config, max_step_tokens=max_step_tokens)
+def test_chunk_sizes(model_files, reference: Reference, max_step_tokens):
+    engine = engine_for(model_files, max_step_tokens=max_step_tokens)
     reference.check(answers_of(engine, reference.prompts, batch=1))
 
 
 @pytest.mark.timeout(600)
-def test_batch_of_eight_cold_and_warm(model, model_files, reference: Reference):
-    engine = engine_for(model, model_files.config)
+def test_batch_of_eight_cold_and_warm(model_files, reference: Reference):
+    engine = engine_for(model_files)
     reference.check(answers_of(engine, reference.prompts, batch=8))
     computed = engine.load().prefill_tokens
     reference.check(answers_of(engine, reference.prompts, batch=8))
@@ -75,13 +74,13 @@ def test_batch_of_eight_cold_and_warm(model, model_files, reference: Reference):
 
 
 @pytest.mark.timeout(600)
-def test_reference_attention(model, model_files, reference: Reference):
+def test_reference_attention(model_files, reference: Reference):
     short = [number for number, prompt in enumerate(reference.prompts) if len(prompt) <= 600]
     part = Reference(
         *([values[n] for n in short] for values in (reference.prompts, reference.answers, reference.gaps))
     )
     part.check(
-        answers_of(engine_for(model, model_files.config, attention="reference"), part.prompts, batch=1)
+        answers_of(engine_for(model_files, backend="reference"), part.prompts, batch=1)
     )
 
 

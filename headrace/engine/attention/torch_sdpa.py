@@ -132,8 +132,8 @@ class _PaddedBlocks:
         self._cache = cache
         self._block_ids = block_ids.flatten()
         self._unseen = self.unseen_RC.flatten().nonzero().flatten()
-        kv_heads, head_dim = cache.tensor.shape[3], cache.tensor.shape[5]
-        self._kv = torch.empty(2, kv_heads, self.unseen_RC.numel(), head_dim, dtype=cache.tensor.dtype)
+        kv_heads = cache.tensor.shape[3]
+        self._kv = torch.empty(2, kv_heads, self.unseen_RC.numel(), cache.head_dim, dtype=cache.dtype)
 
     def read(self, layer: int) -> torch.Tensor:
         """Keys and values [2, R, K, C, D]. What lies behind a sequence's last token is not its own and can be anything:
@@ -160,7 +160,7 @@ def _bias(positions_T1: torch.Tensor, num_positions: int, window: int, cache: Kv
     """
     distances_TC = positions_T1 - torch.arange(num_positions)
     hidden_TC = (distances_TC < 0) | (distances_TC >= (window or num_positions))
-    return torch.zeros(hidden_TC.shape, dtype=cache.tensor.dtype).masked_fill_(hidden_TC, float("-inf"))
+    return torch.zeros(hidden_TC.shape, dtype=cache.dtype).masked_fill_(hidden_TC, float("-inf"))
 
 
 def _attention(

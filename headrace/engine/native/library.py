@@ -18,7 +18,7 @@ import structlog
 log = structlog.get_logger()
 
 F32, BF16, INT8, INT4 = range(4)
-KV_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "float8_e4m3fn": 3}
+KV_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
 
 
 class Matrix(ctypes.Structure):
