@@ -23,8 +23,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, in] -> [tokens, out], in memory feature by feature: strides (1, tokens)."""
         num_tokens = len(x)
-        # One token of bf16 is computed twice: that is faster than oneDNN's product of matrix and vector. In fp32 it would
-        # take twice the time, so there one token alone is summed in another order than in a batch.
+        # One token of bf16 is computed twice: that is faster than oneDNN's product of matrix and vector. In fp32 it
+        # would take twice the time, so there one token alone is summed in another order than in a batch.
         if num_tokens == 1 and x.dtype == torch.bfloat16:
             x = x.expand(2, -1)
         y = self.weight @ x.t()
