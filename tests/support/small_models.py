@@ -83,6 +83,7 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     ),
+    "llama, narrow": (LlamaConfig, {"head_dim": 12}),
     "mistral": (MistralConfig, {"sliding_window": None}),
     "mistral, window": (MistralConfig, {"sliding_window": WINDOW}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantized tensor by tensor."""
+"""Weights of a GGUF file, as they are stored: quantized matrices are views of the file, which is memory-mapped."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 
 from headrace import gguf_metadata
+from headrace.engine.weights.stored_matrix import KINDS, Kind, Matrix, StoredMatrix
 from headrace.engine.weights.tensor_names import GGUF
 from headrace.errors import ModelError
 from headrace.gguf_metadata import GgufTensor
 from headrace.model_config import ModelConfig
+
+_STORED_KINDS: dict[GGMLQuantizationType, Kind] = {type_: kind for kind, type_ in KINDS.items()}
 
 
 class GgufFile:
@@ -34,34 +38,39 @@ class GgufFile:
     def __len__(self) -> int:
         return len(self._metadata.tensors)
 
-    def read(self, stored_name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(self._dequantized(self._metadata.tensors[stored_name]))
+    def read(self, stored_name: str) -> Matrix:
+        matrix = self._stored(self._metadata.tensors[stored_name])
         for part, num_heads in self._num_heads.items():
             if part in stored_name:
-                return _in_halves(tensor, num_heads)
-        return tensor
+                return _in_halves(matrix, num_heads)
+        return matrix
 
-    def _dequantized(self, tensor: GgufTensor) -> np.ndarray:
-        """fp32, with the slowest dimension first."""
+    def _stored(self, tensor: GgufTensor) -> Matrix:
         if not tensor.num_bytes:
             raise ModelError(
                 f"tensor {tensor.name!r} has quantization type {tensor.type_id}, which is not supported"
             )
         raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        try:
-            rows = raw.reshape(*reversed(tensor.shape[1:]), -1)
-            values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.type_id))
-        except ValueError as error:
+        kind = GGMLQuantizationType(tensor.type_id)
+        shape = tensor.shape[::-1]  # the slowest dimension first
+        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if shape[-1] % block_weights:
             raise ModelError(
-                f"tensor {tensor.name!r} of shape {list(reversed(tensor.shape))} does not fit its quantization: {error}"
-            ) from None
-        return np.array(values, dtype=np.float32)  # its own copy: the file is mapped read-only
+                f"tensor {tensor.name!r} of shape {list(shape)} does not fit its quantization {kind.name}:"
+                f" rows must be multiples of {block_weights}"
+            )
+        rows = raw.reshape(*shape[:-1], shape[-1] // block_weights * block_bytes)
+        if kind in _STORED_KINDS and len(shape) == 2:
+            return StoredMatrix(_STORED_KINDS[kind], (shape[0], shape[1]), rows)
+        # A copy of its own: the file is mapped read-only.
+        return torch.from_numpy(np.array(gguf.quants.dequantize(rows, kind), dtype=np.float32))
 
 
-def _in_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _in_halves(matrix: Matrix, num_heads: int) -> Matrix:
     """llama.cpp turns neighbouring rows as a pair, Hugging Face rows half a head apart: its converter interleaves them
     (`permute` in llama.cpp's convert_hf_to_gguf.py), and this puts them back.
     """
-    if tensor.shape[0] % (2 * num_heads):
-        return tensor  # of a wrong shape: whoever takes it says so
-    return tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    if matrix.shape[0] % (2 * num_heads):
+        return matrix  # of a wrong shape: whoever takes it says so
+    order = torch.arange(matrix.shape[0]).unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten()
+    return matrix.rows(order) if isinstance(matrix, StoredMatrix) else matrix[order]

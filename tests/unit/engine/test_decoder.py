@@ -9,7 +9,7 @@ from headrace.engine.layers.embedding import Embedding
 from headrace.engine.layers.linear import Linear
 from headrace.engine.layers.rms_norm import RmsNorm
 from headrace.engine.models import build_model
-from headrace.engine.weights.source import TensorSource
+from headrace.engine.weights.source import Form, TensorSource
 from headrace.errors import ModelError
 from headrace.model_config import ModelConfig
 
@@ -25,7 +25,7 @@ class NoFiles(dict[str, torch.Tensor]):
 def test_unknown_architecture_is_named():
     config = ModelConfig("mamba", 1, 8, 8, 1, 1, 8, 8, 8, 1e4, 1e-5, tie_word_embeddings=True)
     with pytest.raises(ModelError, match="'mamba' is not supported; supported: llama, mistral, qwen2"):
-        build_model(config, TensorSource(NoFiles(), torch.float32))
+        build_model(config, TensorSource(NoFiles(), Form(torch.float32)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
