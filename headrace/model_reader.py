@@ -12,11 +12,12 @@ from typing import Any
 
 from headrace import gguf_config, gguf_metadata, hf_config
 from headrace.errors import ModelError
-from headrace.gguf_metadata import GgufMetadata
+from headrace.gguf_metadata import CONTROL_TOKEN, GgufMetadata
 from headrace.model_config import ModelFiles
 from headrace.model_fingerprint import tokenizer_fingerprint, weights_fingerprint
 
-# Some files name only the end of a text, not the end of a turn. A template that uses one of these ends turns with it.
+# Some files name only the end of a text, not the end of a turn. A template that uses one of these ends turns with it;
+# without a template all that are control tokens do.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>")
 _MAX_SAFETENSORS_INDEX_BYTES = 100_000_000  # the limit of the safetensors library
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -44,8 +45,12 @@ def read_gguf(path: Path, name: str) -> ModelFiles:
 def _gguf_eos_ids(metadata: GgufMetadata, tokens: list[str]) -> set[int]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ids = {token_id for key in keys if (token_id := metadata.find(key, int)) is not None}
-    template = metadata.find("tokenizer.chat_template", str) or ""
-    return ids | {tokens.index(token) for token in _END_OF_TURN if token in template and token in tokens}
+    ends = {token: tokens.index(token) for token in _END_OF_TURN if token in tokens}
+    template = metadata.find("tokenizer.chat_template", str)
+    if template is not None:
+        return ids | {i for token, i in ends.items() if token in template}
+    types = metadata.find("tokenizer.ggml.token_type", list) or []
+    return ids | {i for i in ends.values() if types[i : i + 1] == [CONTROL_TOKEN]}
 
 
 def read_folder(path: Path, name: str) -> ModelFiles:

@@ -20,7 +20,7 @@ class Embedding:
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [tokens, hidden]: new memory, the caller's to change."""
         if isinstance(self.weight, StoredMatrix):
-            x = self.weight.rows(token_ids).dequantize().to(self.dtype)
+            x = self.weight.rows(token_ids).dequantize(self.dtype)
         else:
             x = self.weight[token_ids]
         return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=self.dtype)

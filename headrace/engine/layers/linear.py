@@ -42,4 +42,4 @@ class Linear:
 
 
 def _dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    return (matrix.dequantize() if isinstance(matrix, StoredMatrix) else matrix).to(dtype)
+    return matrix.dequantize(dtype) if isinstance(matrix, StoredMatrix) else matrix.to(dtype)

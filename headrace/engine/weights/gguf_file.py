@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, as they are stored: quantized matrices are views of the file, which is memory-mapped."""
+"""Weights of a GGUF file, as they are stored: views of the file, which is memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ from headrace.gguf_metadata import GgufTensor
 from headrace.model_config import ModelConfig
 
 _STORED_KINDS: dict[GGMLQuantizationType, Kind] = {type_: kind for kind, type_ in KINDS.items()}
+_FLOATS = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 
 
 class GgufFile:
     def __init__(self, path: Path, config: ModelConfig, *, interleaved: bool) -> None:
         """`interleaved`: the two halves of each query and key head are, in these files."""
         self._metadata = gguf_metadata.read(path)
-        # A plain view: every slice of a memmap object costs as much as a small computation.
-        self._data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        # Private, so that it could be written to: torch takes no other memory. And a plain view, since every slice of a
+        # memmap object costs as much as a small computation.
+        self._data = np.memmap(path, dtype=np.uint8, mode="c").view(np.ndarray)
         self._num_heads = (
             {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if interleaved else {}
         )
@@ -59,11 +65,11 @@ class GgufFile:
                 f"tensor {tensor.name!r} of shape {list(shape)} does not fit its quantization {kind.name}:"
                 f" rows must be multiples of {block_weights}"
             )
-        rows = raw.reshape(*shape[:-1], shape[-1] // block_weights * block_bytes)
-        if kind in _STORED_KINDS and len(shape) == 2:
-            return StoredMatrix(_STORED_KINDS[kind], (shape[0], shape[1]), rows)
-        # A copy of its own: the file is mapped read-only.
-        return torch.from_numpy(np.array(gguf.quants.dequantize(rows, kind), dtype=np.float32))
+        if kind in _FLOATS:
+            return torch.from_numpy(raw).view(_FLOATS[kind]).reshape(shape)
+        rows = raw.reshape(-1, shape[-1] // block_weights * block_bytes)
+        matrix = StoredMatrix(_STORED_KINDS[kind], (len(rows), shape[-1]), rows)
+        return matrix if len(shape) == 2 else matrix.dequantize().reshape(shape)
 
 
 def _in_halves(matrix: Matrix, num_heads: int) -> Matrix:

@@ -88,7 +88,7 @@ class TensorSource:
         return matrix if stored_so else quantize(_floats(matrix), kind)
 
     def _dense(self, matrix: Matrix) -> torch.Tensor:
-        return _floats(matrix).to(self.dtype).contiguous()
+        return _floats(matrix, self.dtype).to(self.dtype).contiguous()
 
     def _taken(self, name: str, shape: tuple[int, ...]) -> Matrix:
         stored_name = self._files.stored_name(name)
@@ -108,5 +108,6 @@ class TensorSource:
         return tensor
 
 
-def _floats(matrix: Matrix) -> torch.Tensor:
-    return matrix.dequantize() if isinstance(matrix, StoredMatrix) else matrix
+def _floats(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What is quantized in `dtype`, all else as it is."""
+    return matrix.dequantize(dtype) if isinstance(matrix, StoredMatrix) else matrix

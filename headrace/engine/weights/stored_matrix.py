@@ -32,6 +32,8 @@ KINDS: dict[Kind, GGMLQuantizationType] = {
     "q6_k": GGMLQuantizationType.Q6_K,
 }
 
+_PIECE_WEIGHTS = 1 << 22
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredMatrix:
@@ -43,9 +45,15 @@ class StoredMatrix:
     def nbytes(self) -> int:
         return self.blocks.nbytes
 
-    def dequantize(self) -> torch.Tensor:
-        """fp32 [out, in]."""
-        return torch.from_numpy(gguf.quants.dequantize(self.blocks, KINDS[self.kind]))
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[out, in], computed in fp32."""
+        weight = torch.empty(self.shape, dtype=dtype)
+        # Piece by piece: of the largest matrices, which are embeddings, fp32 may be several times what is wanted.
+        step = max(1, _PIECE_WEIGHTS // self.shape[1])
+        for first in range(0, self.shape[0], step):
+            values = gguf.quants.dequantize(self.blocks[first : first + step], KINDS[self.kind])
+            weight[first : first + step] = torch.from_numpy(values)
+        return weight
 
     def rows(self, ids: torch.Tensor | slice) -> StoredMatrix:
         """Some of the rows, in this order: a copy, of a slice a view."""

@@ -232,13 +232,20 @@ def kinds(model) -> dict[str, set[str]]:
 MATRICES = ("qkv", "output", "gate_up", "down")
 
 
+def is_mapped(path: Path, address: int) -> bool:
+    """Whether the address lies in a mapping of the file."""
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [entry[0].split("-") for entry in maps if entry[-1] == str(path)]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_file_is_kept_as_it_is_or_not(tmp_path, name):
     files = write_gguf(random_model(name), tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q5_0)
     dense, kept = (load_model(files, torch.bfloat16, quantization=form) for form in ("none", "auto"))
     assert set().union(*kinds(dense).values()) == {"torch.bfloat16"}
     assert set().union(*kinds(kept).values()) == {"q5_0"}
-    assert not kept.layers[0].down.weight.blocks.flags.writeable  # a view of the file
+    assert is_mapped(files.path, kept.layers[0].down.weight.blocks.ctypes.data)
     for ours, theirs in zip(kept.layers, dense.layers, strict=True):
         for field in MATRICES:
             found = getattr(ours, field).dense(torch.bfloat16)
@@ -268,7 +275,10 @@ def test_weights_in_safetensors_are_mapped_and_not_copied(tmp_path):
     """As far as they are in the dtype that is wanted, and are not put together with others."""
     files = write_folder(random_model("llama"), tmp_path / "m")
     model = load_model(files, torch.float32)
-    address = model.layers[0].down.weight.data_ptr()
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    ranges = [m[0].split("-") for m in maps if m[-1].endswith(str(files.path / "model.safetensors"))]
-    assert any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+    assert is_mapped(files.path / "model.safetensors", model.layers[0].down.weight.data_ptr())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("BF16", torch.bfloat16)])
+def test_weights_in_gguf_are_mapped_and_not_copied(tmp_path, kind, dtype):
+    files = write_gguf(random_model("llama"), tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
+    assert is_mapped(files.path, load_model(files, dtype).layers[0].down.weight.data_ptr())
