@@ -7,8 +7,10 @@ names: `MODELS`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -153,8 +155,14 @@ def write_gguf(
     model: PreTrainedModel,
     path: Path,
     quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    *,
+    drop: str = "",
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> ModelFiles:
-    """As llama.cpp's converter writes the model; matrices in `quantization`, each of which must hold whole blocks."""
+    """As llama.cpp's converter writes the model; matrices in `quantization`, each of which must hold whole blocks.
+
+    By their names in GGUF: `drop` a tensor, `shapes` that are wrong.
+    """
     is_gemma = model.config.model_type == "gemma3_text"
     is_llama = model.config.model_type in ("llama", "mistral")
     architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(
@@ -170,8 +178,13 @@ def write_gguf(
             values = _interleaved(values, model.config, ".q_proj." in key)
         if is_gemma and "norm" in key:
             values = values + 1
-        kind = quantization if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(key, is_gemma), gguf.quants.quantize(values, kind), raw_dtype=kind)
+        name, kind = (
+            gguf_name(key, is_gemma),
+            quantization if values.ndim > 1 else gguf.GGMLQuantizationType.F32,
+        )
+        values = values.reshape(shapes.get(name, values.shape))
+        if name != drop:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
