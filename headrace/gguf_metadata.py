@@ -52,6 +52,8 @@ _BLOCKS = {
     30: (1, 2),  # BF16
 }
 
+CONTROL_TOKEN = 3  # in tokenizer.ggml.token_type
+
 T = TypeVar("T")
 
 

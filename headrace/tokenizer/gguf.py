@@ -14,10 +14,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from headrace.errors import ModelError
-from headrace.gguf_metadata import GgufMetadata
+from headrace.gguf_metadata import CONTROL_TOKEN, GgufMetadata
 from headrace.tokenizer.vocabulary import Vocabulary, byte_level_bytes, sentence_piece_bytes
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, CONTROL_TOKEN, 4, 5
 _SPACE = "\u2581"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

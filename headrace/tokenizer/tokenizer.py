@@ -17,7 +17,7 @@ from headrace.tokenizer import gguf, hf_folder
 from headrace.tokenizer.chat_template import ChatMessage, ChatTemplate
 from headrace.tokenizer.vocabulary import Vocabulary
 
-_SPECIAL_IN_TEMPLATE = re.compile(r"<\|[A-Za-z0-9_]+\|>")
+_SPECIAL_IN_TEMPLATE = re.compile(r"<\|[A-Za-z0-9_]+\|>|<(?:start|end)_of_turn>")
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:

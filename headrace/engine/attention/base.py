@@ -75,9 +75,8 @@ class StepBatch:
 
 
 class AttentionBackend(Protocol):
-    """softmax(cap(scale * q·k)) over what a token sees: itself and all before it, or as many as the layer's window holds.
-
-    Scale, cap and windows are those of the config: `query_scale`, `attention_softcap`, `window(layer)`.
+    """softmax(cap(scale * q·k)) over what a token sees: itself and all before it, or as many as a window holds. Scale,
+    cap and window are those of the config: `query_scale`, `attention_softcap`, `window(layer)`.
     """
 
     def __init__(self, cache: KvCache, config: ModelConfig) -> None: ...

@@ -19,6 +19,7 @@ from headrace.engine.layers.linear import Linear
 from headrace.engine.layers.rms_norm import RmsNorm
 from headrace.engine.layers.rope import RotaryEmbedding, rotate
 from headrace.engine.weights.source import TensorSource
+from headrace.engine.weights.stored_matrix import joined
 from headrace.model_config import ModelConfig
 
 
@@ -90,11 +91,9 @@ def _normalized(norm: RmsNorm | None, x: torch.Tensor) -> torch.Tensor:
 
 def build(config: ModelConfig, tensors: TensorSource) -> Decoder:
     """Take the weights. Raises ModelError naming the tensor that does not fit."""
-    embedding = tensors.take("embedding.weight", (config.vocab_size, config.hidden_size))
-    if config.tie_word_embeddings:
-        head = Linear(embedding)
-    else:
-        head = Linear(tensors.take("head.weight", (config.vocab_size, config.hidden_size)))
+    size = (config.vocab_size, config.hidden_size)
+    embedding = tensors.take_table("embedding.weight", size)
+    head = embedding if config.tie_word_embeddings else tensors.take_table("head.weight", size)
     layers = [_LayerBuilder(config, tensors, number).build() for number in range(config.num_layers)]
     scales_locally = config.local_rope_theta > 0
     return Decoder(
@@ -102,7 +101,7 @@ def build(config: ModelConfig, tensors: TensorSource) -> Decoder:
         embedding=Embedding(embedding, tensors.dtype, config.embedding_scale),
         layers=layers,
         norm=RmsNorm(tensors.take_norm("norm.weight", (config.hidden_size,)), config.rms_norm_eps),
-        head=head,
+        head=Linear(head),
         rope=RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling),
         local_rope=RotaryEmbedding(config.head_dim, config.local_rope_theta) if scales_locally else None,
     )
@@ -137,10 +136,12 @@ class _LayerBuilder:
 
     def _fused(self, parts: dict[str, int], in_size: int, *, has_bias: bool) -> Linear:
         """Several projections of one input as one matrix; `parts`: name to output size."""
-        take = self.tensors.take
-        weights = [take(self._name(part, "weight"), (size, in_size)) for part, size in parts.items()]
-        biases = [take(self._name(part, "bias"), (size,)) for part, size in parts.items() if has_bias]
-        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+        tensors = self.tensors
+        weights = [
+            tensors.take_matrix(self._name(part, "weight"), (size, in_size)) for part, size in parts.items()
+        ]
+        biases = [tensors.take(self._name(part, "bias"), (size,)) for part, size in parts.items() if has_bias]
+        return Linear(joined(weights), torch.cat(biases) if biases else None)
 
     def _name(self, part: str, kind: str) -> str:
         return f"layers.{self.number}.{part}.{kind}"

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantized tensor by tensor."""
+"""Weights of a GGUF file, as they are stored: views of the file, which is memory-mapped."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 
 from headrace import gguf_metadata
+from headrace.engine.weights.stored_matrix import KINDS, Kind, Matrix, StoredMatrix
 from headrace.engine.weights.tensor_names import GGUF
 from headrace.errors import ModelError
 from headrace.gguf_metadata import GgufTensor
 from headrace.model_config import ModelConfig
+
+_STORED_KINDS: dict[GGMLQuantizationType, Kind] = {type_: kind for kind, type_ in KINDS.items()}
+_FLOATS = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 
 
 class GgufFile:
     def __init__(self, path: Path, config: ModelConfig, *, interleaved: bool) -> None:
         """`interleaved`: the two halves of each query and key head are, in these files."""
         self._metadata = gguf_metadata.read(path)
-        # A plain view: every slice of a memmap object costs as much as a small computation.
-        self._data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        # Private, so that it could be written to: torch takes no other memory. And a plain view, since every slice of a
+        # memmap object costs as much as a small computation.
+        self._data = np.memmap(path, dtype=np.uint8, mode="c").view(np.ndarray)
         self._num_heads = (
             {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if interleaved else {}
         )
@@ -34,34 +44,39 @@ class GgufFile:
     def __len__(self) -> int:
         return len(self._metadata.tensors)
 
-    def read(self, stored_name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(self._dequantized(self._metadata.tensors[stored_name]))
+    def read(self, stored_name: str) -> Matrix:
+        matrix = self._stored(self._metadata.tensors[stored_name])
         for part, num_heads in self._num_heads.items():
             if part in stored_name:
-                return _in_halves(tensor, num_heads)
-        return tensor
+                return _in_halves(matrix, num_heads)
+        return matrix
 
-    def _dequantized(self, tensor: GgufTensor) -> np.ndarray:
-        """fp32, with the slowest dimension first."""
+    def _stored(self, tensor: GgufTensor) -> Matrix:
         if not tensor.num_bytes:
             raise ModelError(
                 f"tensor {tensor.name!r} has quantization type {tensor.type_id}, which is not supported"
             )
         raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        try:
-            rows = raw.reshape(*reversed(tensor.shape[1:]), -1)
-            values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(tensor.type_id))
-        except ValueError as error:
+        kind = GGMLQuantizationType(tensor.type_id)
+        shape = tensor.shape[::-1]  # the slowest dimension first
+        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if shape[-1] % block_weights:
             raise ModelError(
-                f"tensor {tensor.name!r} of shape {list(reversed(tensor.shape))} does not fit its quantization: {error}"
-            ) from None
-        return np.array(values, dtype=np.float32)  # its own copy: the file is mapped read-only
+                f"tensor {tensor.name!r} of shape {list(shape)} does not fit its quantization {kind.name}:"
+                f" rows must be multiples of {block_weights}"
+            )
+        if kind in _FLOATS:
+            return torch.from_numpy(raw).view(_FLOATS[kind]).reshape(shape)
+        rows = raw.reshape(-1, shape[-1] // block_weights * block_bytes)
+        matrix = StoredMatrix(_STORED_KINDS[kind], (len(rows), shape[-1]), rows)
+        return matrix if len(shape) == 2 else matrix.dequantize().reshape(shape)
 
 
-def _in_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _in_halves(matrix: Matrix, num_heads: int) -> Matrix:
     """llama.cpp turns neighbouring rows as a pair, Hugging Face rows half a head apart: its converter interleaves them
     (`permute` in llama.cpp's convert_hf_to_gguf.py), and this puts them back.
     """
-    if tensor.shape[0] % (2 * num_heads):
-        return tensor  # of a wrong shape: whoever takes it says so
-    return tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    if matrix.shape[0] % (2 * num_heads):
+        return matrix  # of a wrong shape: whoever takes it says so
+    order = torch.arange(matrix.shape[0]).unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten()
+    return matrix.rows(order) if isinstance(matrix, StoredMatrix) else matrix[order]

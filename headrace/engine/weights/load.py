@@ -10,18 +10,25 @@ from headrace.engine.models import build_model, family_of
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.weights.gguf_file import GgufFile
 from headrace.engine.weights.safetensors_files import SafetensorsFiles
-from headrace.engine.weights.source import TensorSource
+from headrace.engine.weights.source import Form, Quantization, TensorSource
 from headrace.model_config import ModelFiles
 
 
 def load_model(
-    files: ModelFiles, dtype: torch.dtype, progress: Callable[[int, int], None] | None = None
+    files: ModelFiles,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    quantization: Quantization = "none",
 ) -> Decoder:
-    """Weights in `dtype`. `progress(taken, total)` counts tensors. Raises ModelError naming what does not fit."""
+    """`dtype` is that of what is not quantized; what `quantization` means, `Form` says.
+
+    `progress(taken, total)` counts tensors. Raises ModelError naming what does not fit.
+    """
     config, family = files.config, family_of(files.config)
     if files.format == "gguf":
         gguf = GgufFile(files.path, config, interleaved=family.interleaves_gguf)
-        return build_model(config, TensorSource(gguf, dtype, progress))
+        return build_model(config, TensorSource(gguf, Form(dtype, quantization), progress))
     with SafetensorsFiles(files.path, family.names) as tensors:
-        source = TensorSource(tensors, dtype, progress, norm_offset=family.norm_offset)
-        return build_model(config, source)
+        form = Form(dtype, quantization, family.norm_offset)
+        return build_model(config, TensorSource(tensors, form, progress))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
+from headrace.engine.weights.stored_matrix import Matrix, StoredMatrix, quantize
 from headrace.errors import ModelError
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,45 +25,79 @@ class WeightFiles(Protocol):
         """Number of tensors, for progress."""
         ...
 
-    def read(self, stored_name: str) -> torch.Tensor:
-        """The tensor, in whatever floating-point type it is stored. Raises ModelError."""
+    def read(self, stored_name: str) -> Matrix:
+        """The tensor as it is stored: in some floating-point type, or quantized. Raises ModelError."""
         ...
 
 
+Quantization = Literal["auto", "none", "int8", "int4"]
+_GROUP = 32  # weights along a row that `quantize` rounds together
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a model wants its weights to be.
+
+    `quantization` is that of matrices. "auto": quantized where the files have them so. "none": all in `dtype`. "int8",
+    "int4": rounded to it; the embedding and the head, which need it more, to 8 bits in both. A matrix whose rows are no
+    multiple of 32 stays in `dtype`. `norm_offset` is added to the weights of norms.
+    """
+
+    dtype: torch.dtype
+    quantization: Quantization = "none"
+    norm_offset: float = 0.0
+
+
 class TensorSource:
-    """Hands tensors to a model by the decoder's names: checked, and in its dtype."""
+    """Hands tensors to a model by the decoder's names: checked, and in its form."""
 
     def __init__(
-        self,
-        files: WeightFiles,
-        dtype: torch.dtype,
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        norm_offset: float = 0.0,
+        self, files: WeightFiles, form: Form, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """`progress(taken, total)` is told after each tensor. `norm_offset` is added to the weights of norms."""
-        self.dtype = dtype
+        """`progress(taken, total)` is told after each tensor."""
+        self.dtype = form.dtype
         self._files = files
+        self._form = form
         self._progress = progress
-        self._norm_offset = norm_offset
         self._num_taken = 0
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The named tensor. Raises ModelError when it is missing, has another shape or an unexpected dtype."""
-        return self._taken(name, shape).to(self.dtype).contiguous()
+        """The named tensor, in `dtype`. Raises ModelError when it is missing, has another shape or an odd dtype."""
+        return self._dense(self._taken(name, shape))
 
     def take_norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Weights of a norm, in fp32. Raises ModelError as `take` does."""
-        return self._taken(name, shape).float() + self._norm_offset
+        return _floats(self._taken(name, shape)).float() + self._form.norm_offset
 
-    def _taken(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take_matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        """A matrix, in `dtype` or quantized. Raises ModelError as `take` does."""
+        return self._in_form(
+            self._taken(name, shape), "q4_1" if self._form.quantization == "int4" else "q8_0"
+        )
+
+    def take_table(self, name: str, shape: tuple[int, int]) -> Matrix:
+        """The embedding, or the head. Raises ModelError as `take` does."""
+        return self._in_form(self._taken(name, shape), "q8_0")
+
+    def _in_form(self, matrix: Matrix, kind: Literal["q8_0", "q4_1"]) -> Matrix:
+        """`kind`: what it is rounded to if it is to be rounded."""
+        quantization = self._form.quantization
+        stored_so = isinstance(matrix, StoredMatrix) and (quantization == "auto" or matrix.kind == kind)
+        if quantization == "none" or (quantization == "auto" and not stored_so) or matrix.shape[1] % _GROUP:
+            return self._dense(matrix)
+        return matrix if stored_so else quantize(_floats(matrix), kind)
+
+    def _dense(self, matrix: Matrix) -> torch.Tensor:
+        return _floats(matrix, self.dtype).to(self.dtype).contiguous()
+
+    def _taken(self, name: str, shape: tuple[int, ...]) -> Matrix:
         stored_name = self._files.stored_name(name)
         if stored_name not in self._files:
             raise ModelError(f"the model's files have no tensor {stored_name!r}")
         tensor = self._files.read(stored_name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {stored_name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if tensor.dtype not in _DTYPES:
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in _DTYPES:
             # 8-bit types among them: their scales lie in tensors of their own, which nobody here would apply.
             raise ModelError(
                 f"tensor {stored_name!r} is {tensor.dtype}, expected one of {', '.join(map(str, _DTYPES))}"
@@ -70,3 +106,8 @@ class TensorSource:
         if self._progress is not None:
             self._progress(self._num_taken, len(self._files))
         return tensor
+
+
+def _floats(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What is quantized in `dtype`, all else as it is."""
+    return matrix.dequantize(dtype) if isinstance(matrix, StoredMatrix) else matrix

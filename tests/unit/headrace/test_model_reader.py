@@ -15,9 +15,14 @@ from headrace.errors import ModelError
 from headrace.model_config import ModelConfig, RopeScaling
 from headrace.model_reader import read_folder, read_gguf
 from headrace.tokenizer import load_tokenizer
-from tests.unit.tokenizer.small_gguf import CONTROL, HIDDEN, byte_level, write_gguf
+from tests.unit.tokenizer.small_gguf import CONTROL, HIDDEN, NORMAL, byte_level, write_gguf
 
 CHATML = "{{ '<|im_start|>' }}{{ messages[0].content }}{{ '<|im_end|>' }}"
+GEMMA_TEMPLATE = "{{ '<start_of_turn>user\\n' }}{{ messages[0].content }}{{ '<end_of_turn>' }}"
+GEMMA_TOKENIZER = {"added_tokens": [{"id": 7, "content": "<end_of_turn>"}]}
+GEMMA = byte_level({"<start_of_turn>": CONTROL, "<end_of_turn>": CONTROL}) | {
+    "tokenizer.chat_template": GEMMA_TEMPLATE
+}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 2,
@@ -197,9 +202,13 @@ def test_gguf_llama_3_scaling_is_read_off_its_divisors(gguf, factor):
 @pytest.mark.parametrize(
     ("fields", "ids"),
     [
-        ({}, set()),
-        ({"tokenizer.ggml.eos_token_id": 5}, {5}),
-        ({"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 6}, {5, 6}),
+        ({"tokenizer.ggml.token_type": None}, set()),
+        ({}, {1}),  # without a template, what is a control token by such a name
+        ({"tokenizer.ggml.eos_token_id": 5}, {1, 5}),
+        ({"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 6}, {1, 5, 6}),
+        (GEMMA | {"tokenizer.ggml.eos_token_id": 5}, {1, 5}),
+        (GEMMA | {"tokenizer.ggml.eos_token_id": 5, "tokenizer.chat_template": None}, {1, 5}),
+        (byte_level({"<|im_end|>": NORMAL}) | {"tokenizer.ggml.eos_token_id": 5}, {5}),
         ({"tokenizer.ggml.eos_token_id": 5, "tokenizer.chat_template": CHATML}, {5, 1}),
         ({"tokenizer.ggml.eos_token_id": 5, "tokenizer.chat_template": "{{ messages }}"}, {5}),
     ],
@@ -277,9 +286,11 @@ def test_rope_scaling_of_a_folder(folder, config, scaling):
     [
         ({"architectures": ["Qwen9"]}, "architecture 'Qwen9' is not supported; supported: LlamaForCausalLM"),
         ({"architectures": None}, r"architecture '\(none\)'"),
-        ({"sliding_window": 4096}, "sliding_window 4096 is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act 'gelu' is not supported; supported: 'silu', 'gelu_pytorch_tanh'",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks a field.*low_freq_factor"),
@@ -335,6 +346,7 @@ def test_safetensors_with_an_absurd_index_are_named(folder):
     [
         ({}, {2}),
         ({"generation_config.json": {"eos_token_id": [5, 6]}}, {2, 5, 6}),
+        ({"tokenizer.json": GEMMA_TOKENIZER, "chat_template.jinja": GEMMA_TEMPLATE}, {2, 7}),
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, {2, 3}),
         ({"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}, {2, 3}),
         ({"tokenizer_config.json": {"chat_template": CHATML}}, {2, 4}),

@@ -79,7 +79,7 @@ def test_the_home_folder_is_found(model_files, tmp_path, monkeypatch):
         (target / name).symlink_to(source / name)
     monkeypatch.setenv("HOME", str(home))
     assert resolve(DEFAULT_MODEL, cache_dir=Path("~/cache")).path == target / model.file_name
-    assert [listed.cached for listed in list_models(Path("~/cache"))] == [True]
+    assert [listed.name for listed in list_models(Path("~/cache")) if listed.cached] == [DEFAULT_MODEL]
 
 
 def test_progress_is_handed_on(tmp_path, monkeypatch):
@@ -159,8 +159,10 @@ def test_a_file_that_is_no_model_is_named(tmp_path):
 
 
 def test_the_list_says_what_is_here(model_files, tmp_path):
-    (listed,) = list_models(DEFAULT_CACHE_DIR)
-    assert (listed.name, listed.path, listed.cached) == (DEFAULT_MODEL, model_files.path, True)
-    assert listed.license == "Apache-2.0"
-    assert listed.size_bytes == model_files.path.stat().st_size
-    assert [model.cached for model in list_models(tmp_path)] == [False]
+    listed = {model.name: model for model in list_models(DEFAULT_CACHE_DIR)}
+    assert list(listed) == list(CATALOGUE)
+    default = listed[DEFAULT_MODEL]
+    assert (default.path, default.cached) == (model_files.path, True)
+    assert default.license == "Apache-2.0"
+    assert default.size_bytes == model_files.path.stat().st_size
+    assert not any(model.cached for model in list_models(tmp_path))

@@ -130,6 +130,17 @@ def test_sentence_piece_without_a_space_in_front(tmp_path):
     assert not vocabulary.strips_leading_space
 
 
+def test_sentence_piece_takes_the_longest_word_of_the_users_first(tmp_path):
+    """Gemma's runs of spaces and line ends. They are written with plain spaces, and joined by no score."""
+    words = {" " * n: USER_DEFINED for n in range(2, 5)} | {"\n" * n: USER_DEFINED for n in range(1, 3)}
+    fields = sentence_piece(PIECES, words) | {"tokenizer.ggml.add_space_prefix": False}
+    vocabulary = read(tmp_path, fields)
+    tokens = vocabulary.backend.encode("a  b" + " " * 7 + "a b\n\n\nb").tokens
+    assert tokens == ["a", " " * 2, "b", " " * 4, " " * 3, "a", "▁", "b", "\n\n", "\n", "b"]
+    ids = vocabulary.backend.encode("a   b\n").ids
+    assert b"".join(vocabulary.token_bytes[i] for i in ids) == b"a   b\n"
+
+
 def test_sentence_piece_bytes_are_the_text(sentence_piece_vocabulary):
     token_ids = sentence_piece_vocabulary.backend.encode("ab é🙂\n a").ids
     text = b"".join(sentence_piece_vocabulary.token_bytes[i] for i in token_ids).decode()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.errors import InvalidRequest, ModelError
 from headrace.model_store import resolve
 from headrace.tokenizer import ChatMessage, IncrementalDetokenizer, Tokenizer, hf_folder, load_tokenizer
-from tests.unit.tokenizer.small_gguf import CONTROL, byte_level, sentence_piece, write_gguf
+from tests.unit.tokenizer.small_gguf import CONTROL, USER_DEFINED, byte_level, sentence_piece, write_gguf
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -146,6 +146,38 @@ def test_md_01_control_tokens_marked_as_text_are_refused_where_the_template_need
     words = {"<|im_start|>": CONTROL, "<|im_end|>": 1}
     with pytest.raises(ModelError, match=r"<\|im_end\|>.*not marked as a control token"):
         load(tmp_path, byte_level(words) | {"tokenizer.chat_template": CHATML})
+
+
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+
+def test_md_01_and_md_03_turns_of_gemma(tmp_path):
+    """BOS comes from the template and from the file, and once; each turn's ends are one id."""
+    words = {"<start_of_turn>": CONTROL, "<end_of_turn>": CONTROL, "\n": USER_DEFINED}
+    pieces = {"m": -1.0, "o": -2.0, "d": -3.0, "e": -4.0, "l": -5.0, "u": -6.0, "s": -7.0, "r": -8.0}
+    fields = sentence_piece(pieces, words) | {
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": GEMMA_TEMPLATE,
+    }
+    tokenizer = load(tmp_path, fields)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special=False)
+
+    found = tokenizer.encode_chat([ChatMessage("user", " mu ")])
+    assert found == [1, 3, *ids("user"), 5, *ids("mu"), 4, 5, 3, *ids("model"), 5]
+    assert [tokenizer.token_bytes(i) for i in (1, 3, 4, 5)] == [b"", b"", b"", b"\n"]
+
+
+def test_md_01_turns_of_gemma_marked_as_text_are_refused(tmp_path):
+    words = {"<start_of_turn>": CONTROL, "<end_of_turn>": 1}
+    with pytest.raises(ModelError, match=r"<end_of_turn>.*not marked as a control token"):
+        load(tmp_path, sentence_piece({"a": -1.0}, words) | {"tokenizer.chat_template": GEMMA_TEMPLATE})
 
 
 def test_md_01_a_template_may_name_what_is_no_token_at_all(tmp_path):
