@@ -13,7 +13,7 @@ def name(text: str) -> bytes:
 
 def tree_of(*paths: str) -> PrefixTree:
     """A tree from paths of letters; block ids are given in order of insertion. All nodes are in use."""
-    tree = PrefixTree()
+    tree = PrefixTree(max_retained=4)
     for path in paths:
         for end in range(1, len(path) + 1):
             tree.insert(name(path[:end]), name(path[: end - 1] or "root"), len(tree))

@@ -23,14 +23,15 @@ class Desk:
         limits = {"max_step_tokens": 8, "max_sequences": 4, "max_waiting": 8} | settings
         self.scheduler = Scheduler(self.pool, EngineSettings(block_size_tokens=B, **limits))
         self.events: list[Event] = []
+        self.now_s = 0.0
 
     def add(self, sequence_id: str, num_tokens: int, first: int = 0, **more) -> Sequence:
         sequence = make_sequence(sequence_id, range(first, first + num_tokens), **more)
-        self.scheduler.add(sequence)
+        self.scheduler.add(sequence, self.now_s)
         return sequence
 
     def step(self) -> list[tuple[str, int, int]]:
-        plan = self.scheduler.schedule(self.events, now_s=0.0)
+        plan = self.scheduler.schedule(self.events, now_s=self.now_s)
         for chunk in plan.chunks:
             samples = chunk.samples
             self.scheduler.computed(chunk)
@@ -170,7 +171,7 @@ def test_the_newest_gives_way_and_comes_back_first_with_its_output():
     desk = Desk(num_blocks=5, max_sequences=2)
     a = desk.add("a", B, max_tokens=12)
     b = desk.add("b", B, first=100, max_tokens=12)
-    c = desk.add("c", 1, first=200)
+    c = desk.add("c", 3 * B, first=200)
     desk.step()
     while b.state is State.RUNNING:
         desk.step()
@@ -181,12 +182,12 @@ def test_the_newest_gives_way_and_comes_back_first_with_its_output():
     assert len(known) > B + 1
     desk.scheduler.end(a)
     # What the tree kept of its own blocks is reused; the rest is computed again from prompt and output.
-    first, second = desk.step()
+    [first] = desk.step()
     assert first[0] == "b"
     assert first[1] in (B, 2 * B)
     assert first[1] + first[2] == len(known)
     assert b.token_ids[: len(known)] == known
-    assert second[0] == c.id
+    assert c.state is State.WAITING
     assert [event for event in desk.events if event.sequence_id == "b"] == [Started("b", 0)]
     assert desk.scheduler.num_queried_tokens == 2 * B + 1
 
@@ -256,19 +257,19 @@ def test_what_can_never_fit_the_pool_is_refused(num_tokens, max_tokens, hold_ttl
     desk = Desk()
     sequence = make_sequence("a", range(num_tokens), max_tokens, hold_ttl_s=hold_ttl_s)
     if field is None:
-        desk.scheduler.add(sequence)
+        desk.scheduler.add(sequence, 0.0)
         return
     with pytest.raises(InvalidRequest, match="KV pool holds 64 tokens") as refused:
-        desk.scheduler.add(sequence)
+        desk.scheduler.add(sequence, 0.0)
     assert refused.value.field == field
     assert desk.scheduler.alive() == []
 
 
 def test_output_of_an_earlier_attempt_counts_once():
     desk = Desk()
-    desk.scheduler.add(make_sequence("a", range(20), max_tokens=16 * B - 10, num_output_tokens=10))
+    desk.scheduler.add(make_sequence("a", range(20), max_tokens=16 * B - 10, num_output_tokens=10), 0.0)
     with pytest.raises(InvalidRequest, match="at most 54 remain"):
-        desk.scheduler.add(make_sequence("b", range(20), max_tokens=16 * B - 9, num_output_tokens=10))
+        desk.scheduler.add(make_sequence("b", range(20), max_tokens=16 * B - 9, num_output_tokens=10), 0.0)
 
 
 def test_the_queue_is_bounded():
@@ -303,6 +304,6 @@ def test_generated_blocks_are_found_like_prompt_blocks():
         desk.step()
     desk.scheduler.end(a)
     b = make_sequence("b", a.token_ids)
-    desk.scheduler.add(b)
+    desk.scheduler.add(b, 0.0)
     desk.step()
     assert b.num_cached_tokens == 2 * B
