@@ -334,6 +334,8 @@ class World:
         for seen in self.seen.values():
             if seen.announced:
                 self.announced_blocks_keep_their_content(seen)
+            if seen.hold_until_s is not None and seen.is_over:
+                assert self.driver.pool._holds[seen.id].block_ids == seen.announced
         for seen in self.given_up():
             assert seen.reserved is not None
             for block_id in seen.reserved.block_ids[seen.reserved.num_cached_blocks :]:
