@@ -70,10 +70,13 @@ class BlockPool:
         self.block_size_tokens = block_size_tokens
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._tree = PrefixTree()
+        self._tree = PrefixTree(max_retained=num_blocks // 2)
         self._holds: dict[str, Hold] = {}
         self._quarantine: dict[str, list[int]] = {}
         self._changes: dict[bytes, bool] = {}  # since last drained: True stored, False removed
+        self.num_returned = (
+            0  # times that a block became available; what did not fit may fit when this has grown
+        )
 
     @property
     def num_free(self) -> int:
@@ -109,8 +112,12 @@ class BlockPool:
         """What `num_available` will be once `block_ids`, matched in the tree, are shared."""
         return self.num_available - sum(self.state(i) is BlockState.CACHED for i in block_ids)
 
-    def share(self, block_ids: Sequence[int]) -> None:
-        """One more user for each of these blocks, found by `match`."""
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block of that name is in the tree."""
+        return digest in self._tree
+
+    def share(self, block_ids: Sequence[int], retention: int = 0) -> None:
+        """One more user for each of these blocks, found by `match`. Raises them to that level of retention."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.digest is not None
@@ -118,17 +125,22 @@ class BlockPool:
                 self._tree.mark_used(block.digest)
                 block.state = BlockState.ACTIVE
             block.users += 1
+            if retention:
+                self._tree.retain(block.digest, retention)
 
     def allocate(self, count: int) -> list[int]:
         """FREE to ACTIVE with one user; evicts from the tree as needed. The caller has looked at `num_available`."""
         return self._take(count, BlockState.ACTIVE, users=1)
 
-    def store(self, block_id: int, digest: bytes, parent_digest: bytes) -> None:
-        """A block is full and computed: let others find it. A twin of a block in the tree stays without a name."""
+    def store(self, block_id: int, digest: bytes, parent_digest: bytes, retention: int = 0) -> None:
+        """A block is full and computed: let others find it. A twin of a block in the tree stays without a name.
+
+        `retention`: blocks of a higher level are evicted later, see `prefix_tree.py`.
+        """
         block = self._blocks[block_id]
         assert block.users > 0
         assert block.digest is None
-        if self._tree.insert(digest, parent_digest, block_id):
+        if self._tree.insert(digest, parent_digest, block_id, retention):
             block.digest = digest
             self._note_change(digest, is_stored=True)
 
@@ -207,8 +219,10 @@ class BlockPool:
 
     def settle(self, owner: str) -> None:
         """Nobody outside can write any more: QUARANTINED to FREE. Nothing for an unknown owner."""
-        for block_id in self._quarantine.pop(owner, []):
+        block_ids = self._quarantine.pop(owner, [])
+        for block_id in block_ids:
             self._recycle(block_id)
+        self.num_returned += len(block_ids)
 
     # --- the pool as a whole ----------------------------------------------------------------------------------------
 
@@ -268,8 +282,10 @@ class BlockPool:
         elif block.digest is not None:
             block.state = BlockState.CACHED
             self._tree.mark_idle(block.digest)
+            self.num_returned += 1
         else:
             self._recycle(block_id)
+            self.num_returned += 1
 
     def _evict(self) -> None:
         block_id, digest = self._tree.evict()

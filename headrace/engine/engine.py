@@ -79,13 +79,13 @@ class Engine:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence to be computed here. Raises InvalidRequest, AlreadyExists or Overloaded."""
-        self._scheduler.add(sequence)
+        self._scheduler.add(sequence, self.clock.now())
 
     def reserve(self, sequence: Sequence) -> None:
         """Queue a sequence whose KV comes from outside: it gets blocks for all its tokens. Raises as `submit`."""
         assert sequence.hold_ttl_s is None
         sequence.from_outside = True
-        self._scheduler.add(sequence)
+        self._scheduler.add(sequence, self.clock.now())
 
     def adopt(self, sequence_id: str, token_id: int) -> None:
         """The KV of a reserved sequence is here, and `token_id` follows it. Raises NotFound if it is not reserved."""

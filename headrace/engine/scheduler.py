@@ -4,28 +4,85 @@
        ▲                  │ └─ prefill: chunks, as far as the step's budget goes
        └────preempt───────┘
 
-A step's budget goes to decodes first, then to prefill chunks of running sequences, then to newly admitted ones, each in
-the order of arrival. A sequence is admitted only when blocks for all its known tokens are there, so a prefill never
-stops half-way for lack of memory. A decode that needs a block and finds none preempts the newest sequence: its blocks
-go, it waits at the front with its output so far, and is computed again. Only younger sequences give way to older ones,
-so the oldest always gets on.
+**Rank.** One order decides everything: who is admitted, computed and spared first. A sequence's rank is the time of its
+arrival, moved by some seconds per level of priority, and never changes. So a less urgent sequence waits for urgent ones
+that come after it, but only for those that come within the seconds between their levels: nothing starves.
+
+**Budget.** A step's budget goes to decodes first, then to prefill chunks, running sequences before newly admitted ones
+unless those come before them in rank.
+
+**Admission.** A sequence is admitted only when blocks for all its known tokens are there, so a prefill never stops
+half-way for lack of memory. One that does not fit now is passed over by a few behind it, for so long; then nobody
+overtakes it any more, and what the running ones give back gathers for it.
+
+**Preemption.** A decode that needs a block and finds none preempts the last in rank: its blocks go, it waits with its
+output so far, and is computed again. Only those behind give way to those before, so the first in rank gets on with each
+admission, and ends. With each preemption the sequence is admitted with twice the room to grow, for itself and for all
+that run, until there is room for all of them to their ends.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from bisect import bisect_left, insort
+from collections import Counter
+from dataclasses import dataclass, field
 
 from headrace.block_hash import extend
 from headrace.config import EngineSettings
 from headrace.engine.block_pool import BlockPool, BlockState, Hold
-from headrace.engine.sequence import Chunk, Event, Failed, Reserved, Sequence, Started, State, StepPlan
+from headrace.engine.sequence import (
+    MAX_PRIORITY,
+    MAX_RETENTION,
+    MIN_PRIORITY,
+    Chunk,
+    Event,
+    Failed,
+    Reserved,
+    Sequence,
+    Started,
+    State,
+    StepPlan,
+)
 from headrace.errors import AlreadyExists, InvalidRequest, Overloaded
+
+# What a level of priority is worth: one that is less urgent by a level goes first if it has waited this much longer.
+SECONDS_PER_PRIORITY = 5.0
+# Waiting sequences that are looked at in a step, so that its cost does not grow with the queue.
+LOOK_AHEAD = 8
+# How many admissions a sequence that does not fit sees go past.
+MAX_OVERTAKEN = 16
 
 _HOLD_REASON = "hand-off"
 
 # A sequence that runs alone and finds no block waits for those held for somebody outside. Not without end: once it
 # was preempted this often, it fails.
 _MAX_PREEMPTIONS_ALONE = 8
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A place in the queue, and why the sequence was not admitted when it was last looked at."""
+
+    sequence: Sequence
+    num_overtaken: int = 0
+    looked_at: int = -1  # `_num_gains` at that time
+    missed: bytes | None = None  # the first block of its prompt that was not in the tree
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is planned."""
+
+    budget: int  # tokens that are left of it
+    events: list[Event]
+    now_s: float
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def plan(self, sequence: Sequence) -> None:
+        """As much of the sequence as the budget allows."""
+        num_tokens = min(_tokens_to_compute(sequence), self.budget)
+        self.chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+        self.budget -= num_tokens
 
 
 class Scheduler:
@@ -35,9 +92,11 @@ class Scheduler:
         self._max_sequences = settings.max_sequences
         self._max_waiting = settings.max_waiting
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # in order of arrival; reserved ones among them
+        self._waiting: list[_Waiting] = []  # by rank
+        self._running: list[Sequence] = []  # by rank; reserved ones among them
         self._queued_tokens = 0
+        self._num_arrived = 0
+        self._num_left = 0  # times that a sequence stopped running
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # looked up in the prefix tree, once per sequence
         self.num_cached_tokens = 0  # found there
@@ -59,7 +118,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether the next `schedule` would plan or admit something."""
-        return any(s.state is State.RUNNING for s in self._running) or self._next_admission() is not None
+        return any(s.state is State.RUNNING for s in self._running) or self._next_admission(1) is not None
 
     def find(self, sequence_id: str) -> Sequence | None:
         return self._sequences.get(sequence_id)
@@ -67,25 +126,35 @@ class Scheduler:
     def alive(self) -> list[Sequence]:
         return list(self._sequences.values())
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. Raises InvalidRequest if the pool can never hold it, AlreadyExists, Overloaded."""
+    def add(self, sequence: Sequence, now_s: float) -> None:
+        """Queue a new sequence. Raises InvalidRequest (the pool can never hold it, a level out of range),
+        AlreadyExists or Overloaded.
+        """
         assert sequence.token_ids
+        _check_level("priority", sequence.priority, MIN_PRIORITY, MAX_PRIORITY)
+        _check_level("retention", sequence.retention, 0, MAX_RETENTION)
         self._check_capacity(sequence)
         if sequence.id in self._sequences or self._pool.owns(sequence.id):
             raise AlreadyExists(f"sequence {sequence.id} is running, waiting, or still has blocks")
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(f"{len(self._waiting)} sequences are waiting, which is the limit")
         self._sequences[sequence.id] = sequence
-        self._waiting.append(sequence)
-        self._queued_tokens += _tokens_to_compute(sequence)
+        self._num_arrived += 1
+        sequence.rank = (now_s + sequence.priority * SECONDS_PER_PRIORITY, self._num_arrived)
+        self._enqueue(sequence)
 
     def schedule(self, events: list[Event], now_s: float) -> StepPlan:
         """Plan a step and allocate its blocks. Appends Started, Reserved and Failed to `events` as they happen."""
-        chunks: list[Chunk] = []
-        budget = self._plan_decodes(chunks, self._max_step_tokens, events)
-        budget = self._plan_prefills(chunks, budget)
-        self._admit(chunks, budget, events, now_s)
-        return StepPlan(chunks)
+        step = _Step(self._max_step_tokens, events, now_s)
+        self._plan_decodes(step)
+        prefilling = [s for s in self._running if s.state is State.RUNNING and _tokens_to_compute(s) > 1]
+        if prefilling:
+            self._admit(step, before=prefilling[0])
+        for sequence in prefilling:
+            if step.budget:
+                step.plan(sequence)
+        self._admit(step)
+        return StepPlan(step.chunks)
 
     def computed(self, chunk: Chunk) -> None:
         """The chunk's KV is in its blocks: name the ones that became full."""
@@ -107,11 +176,9 @@ class Scheduler:
     def end(self, sequence: Sequence) -> None:
         """Finished, failed or aborted: give its blocks back. What a hold has announced stays held."""
         if sequence.state is State.WAITING:
-            self._waiting.remove(sequence)
-            self._queued_tokens -= _tokens_to_compute(sequence)
+            self._dequeue(bisect_left(self._waiting, sequence.rank, key=_rank_waiting))
         else:
-            self._running.remove(sequence)
-            self._give_back(sequence)
+            self._stop(sequence)
             self._pool.trim_hold(sequence.id, sequence.num_announced_blocks)
         sequence.state = State.FINISHED
         del self._sequences[sequence.id]
@@ -129,9 +196,11 @@ class Scheduler:
         """What the first waiting sequence waits for, as a text for the log."""
         if len(self._running) >= self._max_sequences:
             return f"all {self._max_sequences} places for running sequences are taken"
-        needed = self._pool.blocks_for(len(self._waiting[0].token_ids))
+        first = self._waiting[0]
+        needed = self._pool.blocks_for(len(first.sequence.token_ids))
         return (
-            f"it needs {needed} blocks, {self._pool.num_available} of {self._pool.num_blocks} are available"
+            f"it needs {needed} blocks, {self._pool.num_available} of {self._pool.num_blocks} are available;"
+            f" it was overtaken {first.num_overtaken} times"
         )
 
     # --- admission --------------------------------------------------------------------------------------------------
@@ -153,46 +222,89 @@ class Scheduler:
                 f"{pool_holds} and the prompt has {sequence.num_prompt_tokens}, so at most {left} remain",
             )
 
-    def _admit(self, chunks: list[Chunk], budget: int, events: list[Event], now_s: float) -> None:
-        # A reservation computes nothing, so it needs no budget.
-        while self._waiting and (budget or self._waiting[0].from_outside):
-            matched = self._next_admission()
-            if matched is None:
+    def _admit(self, step: _Step, before: Sequence | None = None) -> None:
+        """Admit what fits; where `before` is given, only sequences that come before it in rank."""
+        while self._waiting:
+            admission = self._next_admission(step.budget, before)
+            if admission is None:
                 return
-            sequence = self._waiting.popleft()
-            self._queued_tokens -= _tokens_to_compute(sequence)
+            index, matched = admission
+            for passed in self._waiting[:index]:
+                passed.num_overtaken += 1
+            sequence = self._dequeue(index)
             self._take_blocks(sequence, matched)
             if sequence.from_outside:
-                events.append(Reserved(sequence.id, list(sequence.block_ids), len(matched)))
+                step.events.append(Reserved(sequence.id, list(sequence.block_ids), len(matched)))
                 continue
             if not sequence.num_preemptions:
-                events.append(Started(sequence.id, sequence.num_cached_tokens))
-            self._hold_blocks(sequence, now_s)
-            budget = self._plan_chunk(sequence, chunks, budget)
+                step.events.append(Started(sequence.id, sequence.num_cached_tokens))
+            self._hold_blocks(sequence, step.now_s)
+            step.plan(sequence)
 
-    def _next_admission(self) -> list[int] | None:
-        """The cached blocks for the first waiting sequence, if there are a place and blocks for it now."""
-        if not self._waiting or len(self._running) >= self._max_sequences:
+    def _next_admission(self, budget: int, before: Sequence | None = None) -> tuple[int, list[int]] | None:
+        """The next to be admitted as its index in the queue, and the cached blocks for it. Changes nothing."""
+        if len(self._running) >= self._max_sequences:
             return None
-        sequence = self._waiting[0]
+        for index, waiting in enumerate(self._waiting[:LOOK_AHEAD]):
+            sequence = waiting.sequence
+            # A reservation computes nothing, so it needs no budget.
+            if not (budget or sequence.from_outside) or (before and before.rank < sequence.rank):
+                return None
+            matched = self._fit(waiting)
+            if matched is not None:
+                return index, matched
+            if waiting.num_overtaken >= MAX_OVERTAKEN:
+                return None
+        return None
+
+    def _fit(self, waiting: _Waiting) -> list[int] | None:
+        """The cached blocks for the sequence, if there is room for the rest of it now."""
+        num_gains = self._pool.num_returned + self._num_left
+        # Walking through its blocks in each step would take long. It can fit only once somebody has given up blocks or
+        # the room kept for his growth, or once more of its prompt is in the tree.
+        if waiting.looked_at == num_gains and not (waiting.missed and self._pool.knows(waiting.missed)):
+            return None
+        sequence = waiting.sequence
         self._extend_hashes(sequence)
         # At least one token goes through the model, for its logits; a reserved sequence brings its next token along.
         num_known = len(sequence.token_ids) - (not sequence.from_outside)
-        matched = self._pool.match(sequence.hashes[: num_known // self._pool.block_size_tokens])
+        hashes = sequence.hashes[: num_known // self._pool.block_size_tokens]
+        matched = self._pool.match(hashes)
         num_new = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
-        # Each running sequence that goes on to decode may soon need a block: to admit into these only to preempt
-        # again would compute the same tokens over and over.
-        headroom = sum(s.hold_ttl_s is None for s in self._running)
-        return matched if num_new + headroom <= self._pool.num_available_beside(matched) else None
+        if num_new + self._headroom(sequence) <= self._pool.num_available_beside(matched):
+            return matched
+        waiting.looked_at = num_gains
+        waiting.missed = hashes[len(matched)] if len(matched) < len(hashes) else None
+        return None
+
+    def _headroom(self, sequence: Sequence) -> int:
+        """Blocks to be left over when the sequence is admitted.
+
+        Each running sequence that goes on to decode may soon need one: to admit into these only to preempt again would
+        compute the same tokens over and over. Where that happened all the same, twice as many for each preemption.
+        """
+        num_each = 1 << min(sequence.num_preemptions, 30)
+        num_own = self._num_to_grow(sequence, self._pool.blocks_for(len(sequence.token_ids)))
+        return min(num_own, num_each - 1) + sum(
+            min(self._num_to_grow(s, len(s.block_ids)), num_each)
+            for s in self._running
+            if s.hold_ttl_s is None
+        )
+
+    def _num_to_grow(self, sequence: Sequence, num_blocks: int) -> int:
+        """Blocks that the sequence needs beyond these, if its answer gets as long as it may."""
+        # The last token of an answer has no KV.
+        num_tokens = sequence.num_prompt_tokens + sequence.sampling.max_tokens - 1
+        return max(0, self._pool.blocks_for(num_tokens) - num_blocks)
 
     def _take_blocks(self, sequence: Sequence, matched: list[int]) -> None:
         num_new = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
-        self._pool.share(matched)
+        self._pool.share(matched, sequence.retention)
         new = self._pool.fill(num_new) if sequence.from_outside else self._pool.allocate(num_new)
         sequence.block_ids = [*matched, *new]
         sequence.num_computed = len(matched) * self._pool.block_size_tokens
         sequence.state = State.RESERVED if sequence.from_outside else State.RUNNING
-        self._running.append(sequence)
+        insort(self._running, sequence, key=_rank)
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = sequence.num_computed
             self.num_queried_tokens += len(sequence.token_ids)
@@ -203,33 +315,29 @@ class Scheduler:
         if ttl_s is not None:
             self._pool.hold(Hold(sequence.id, _HOLD_REASON, list(sequence.block_ids), ttl_s, now_s + ttl_s))
 
+    # --- the queue --------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._waiting, _Waiting(sequence), key=_rank_waiting)
+        self._queued_tokens += _tokens_to_compute(sequence)
+
+    def _dequeue(self, index: int) -> Sequence:
+        sequence = self._waiting.pop(index).sequence
+        self._queued_tokens -= _tokens_to_compute(sequence)
+        return sequence
+
     # --- planning ---------------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, chunks: list[Chunk], budget: int, events: list[Event]) -> int:
-        """Chunks for the sequences that lack one token only. Returns what is left of the budget."""
+    def _plan_decodes(self, step: _Step) -> None:
+        """Chunks for the sequences that lack one token only."""
         for sequence in list(self._running):
-            if not budget:
-                break
-            # The state changes under way: a younger one may have been preempted for an older one.
+            if not step.budget:
+                return
+            # The state changes under way: one behind may have been preempted for one before it.
             if sequence.state is not State.RUNNING or _tokens_to_compute(sequence) != 1:
                 continue
-            if self._has_slot(sequence) or self._grow(sequence, events):
-                budget = self._plan_chunk(sequence, chunks, budget)
-        return budget
-
-    def _plan_prefills(self, chunks: list[Chunk], budget: int) -> int:
-        for sequence in self._running:
-            if not budget:
-                break
-            if sequence.state is State.RUNNING and _tokens_to_compute(sequence) > 1:
-                budget = self._plan_chunk(sequence, chunks, budget)
-        return budget
-
-    @staticmethod
-    def _plan_chunk(sequence: Sequence, chunks: list[Chunk], budget: int) -> int:
-        num_tokens = min(_tokens_to_compute(sequence), budget)
-        chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
-        return budget - num_tokens
+            if self._has_slot(sequence) or self._grow(sequence, step.events):
+                step.plan(sequence)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -238,7 +346,7 @@ class Scheduler:
         return sequence.num_computed < len(sequence.block_ids) * self._pool.block_size_tokens
 
     def _grow(self, sequence: Sequence, events: list[Event]) -> bool:
-        """One more block, from younger sequences if need be. False when the sequence itself had to give way."""
+        """One more block, from sequences behind it if need be. False when the sequence itself had to give way."""
         while not self._pool.num_available:
             victim = next(
                 s for s in reversed(self._running) if s.state is State.RUNNING and s.hold_ttl_s is None
@@ -256,15 +364,19 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the queue, to be computed again from prompt and output so far."""
-        self._give_back(sequence)
-        self._running.remove(sequence)
+        """Back into the queue, to be computed again from prompt and output so far."""
+        self._stop(sequence)
         sequence.state = State.WAITING
         sequence.from_outside = False
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(sequence)
-        self._queued_tokens += _tokens_to_compute(sequence)
+        self._enqueue(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """No longer running: its place, its blocks and the room for its growth are there for others."""
+        self._running.remove(sequence)
+        self._num_left += 1
+        self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.state is State.RESERVED:
@@ -283,7 +395,14 @@ class Scheduler:
             self._extend_hashes(sequence)
         for index in range(num_named, num_full):
             parent = sequence.hashes[index - 1] if index else sequence.root
-            self._pool.store(sequence.block_ids[index], sequence.hashes[index], parent)
+            self._pool.store(
+                sequence.block_ids[index], sequence.hashes[index], parent, self._retention(sequence, index)
+            )
+
+    def _retention(self, sequence: Sequence, index: int) -> int:
+        """The level is the prompt's: what the answer adds is worth no more than other answers."""
+        is_prompt = (index + 1) * self._pool.block_size_tokens <= sequence.num_prompt_tokens
+        return sequence.retention if is_prompt else 0
 
     def _extend_hashes(self, sequence: Sequence) -> None:
         """Hash the blocks that became full since the last time."""
@@ -299,3 +418,16 @@ def _tokens_to_compute(sequence: Sequence) -> int:
     if sequence.from_outside and sequence.state is not State.RUNNING:
         return 0
     return len(sequence.token_ids) - sequence.num_computed
+
+
+def _check_level(name: str, level: int, low: int, high: int) -> None:
+    if not low <= level <= high:
+        raise InvalidRequest(name, level, f"must lie in {low}..{high}")
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank
+
+
+def _rank_waiting(waiting: _Waiting) -> tuple[float, int]:
+    return waiting.sequence.rank

@@ -14,6 +14,10 @@ from enum import Enum, auto
 from headrace.errors import HeadraceError
 from headrace.sampling_params import FinishReason, SamplingParams
 
+# A level of priority is worth some seconds of waiting (`scheduler.py`), never more than the whole range.
+MIN_PRIORITY, MAX_PRIORITY = -4, 4
+MAX_RETENTION = 3
+
 
 class State(Enum):
     WAITING = auto()
@@ -27,7 +31,7 @@ class Sequence:
     """One request inside the engine. Made by the caller, then owned by the engine until its last event.
 
     `token_ids` is prompt then output; a sequence that goes on after an earlier attempt starts with output in it.
-    Only the scheduler changes `state`, `block_ids`, `num_computed` and `hashes`.
+    Only the scheduler changes `state`, `block_ids`, `num_computed`, `hashes` and `rank`.
     """
 
     id: str
@@ -36,6 +40,8 @@ class Sequence:
     sampling: SamplingParams
     root: bytes  # digest of the hash root: model, tokenizer, block size, dtype, adapter, salt
     hold_ttl_s: float | None = None  # set: end after one token and keep the blocks held this long
+    priority: int = 0  # MIN_PRIORITY..MAX_PRIORITY; lower is more urgent
+    retention: int = 0  # 0..MAX_RETENTION: the prompt's cached blocks are evicted after those of lower levels
 
     state: State = State.WAITING
     from_outside: bool = False  # reserved, not submitted: its prompt KV comes from outside
@@ -45,6 +51,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix tree when first scheduled
     num_announced_blocks: int = 0  # held sequences: blocks already reported ready
     num_preemptions: int = 0
+    rank: tuple[float, int] = (0.0, 0)  # less goes first, in every choice between sequences
 
     @property
     def num_output_tokens(self) -> int:

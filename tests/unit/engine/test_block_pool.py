@@ -198,6 +198,53 @@ def test_forgetting_the_cache_leaves_what_is_in_use(pool: BlockPool):
     assert pool.num_free == 3
 
 
+def test_a_retained_prefix_outlives_later_ones(pool: BlockPool):
+    [a] = pool.allocate(1)
+    pool.store(a, b"a", ROOT, retention=1)
+    pool.release([a])
+    pool.release(stored(pool, b"b"))
+    pool.drain_changes()
+    pool.allocate(3)
+    assert pool.drain_changes() == ([], [b"b"])
+    pool.allocate(1)
+    assert pool.drain_changes() == ([], [b"a"]), "retained is not pinned"
+
+
+def test_using_a_cached_block_can_retain_it(pool: BlockPool):
+    [a] = stored(pool, b"a")
+    pool.share([a], retention=2)
+    pool.release([a])
+    pool.release([a])
+    pool.release(stored(pool, b"b"))
+    pool.drain_changes()
+    pool.allocate(3)
+    assert pool.drain_changes() == ([], [b"b"])
+
+
+def test_what_was_forgotten_while_in_use_elsewhere_stays_known(pool: BlockPool):
+    a, b = stored(pool, b"a", b"b")
+    pool.share([a])
+    pool.release([a, b])
+    pool.drain_changes()
+    pool.forget_cached()
+    assert pool.drain_changes() == ([], [b"b"])
+    assert (pool.match([b"a", b"b"]), pool.state(b)) == ([a], BlockState.FREE)
+    assert_sound(pool.audit({a: 1}))
+
+
+def test_returned_blocks_are_counted_once_for_each_time(pool: BlockPool):
+    block_ids = [*stored(pool, b"a"), *pool.allocate(1)]
+    pool.hold(hold_of(list(block_ids)))
+    pool.release(block_ids)
+    assert pool.num_returned == 0, "they are held"
+    pool.release_hold("reader")
+    assert pool.num_returned == 2
+    pool.quarantine("writer", pool.fill(3))
+    assert pool.num_returned == 2, "an eviction gives nothing back"
+    pool.settle("writer")
+    assert pool.num_returned == 5
+
+
 def damage_users(pool: BlockPool) -> None:
     pool._blocks[0].users = 2
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import re
 
 import pytest
 
+from headrace.block_hash import HashRoot, block_hashes
 from headrace.engine.scripted_runner import continuation
-from headrace.engine.sequence import NewToken, State
+from headrace.engine.sequence import Event, NewToken, State
+from headrace.engine_client import EngineClient
 from headrace.errors import InvalidRequest
+from headrace.model_config import ModelConfig
+from headrace.sampling_params import FinishReason
 from tests.support.audit import assert_idle_pool, assert_sound
-from tests.support.engine_driver import VOCAB_SIZE, EngineDriver
+from tests.support.engine_driver import VOCAB_SIZE, EngineDriver, make_sequence
 
 B = 4
 C = 8
@@ -47,6 +53,57 @@ def test_pc_01_prompt_of_exactly_k_blocks_twice():
     assert driver.cached_tokens("longer") == 3 * B
     assert driver.cached_tokens("differs") == 2 * B
     assert_well(driver)
+
+
+def salted_root(salt: str) -> HashRoot:
+    return HashRoot("model", "tokenizer", B, "float32", salt=salt)
+
+
+def submit_as(driver: EngineDriver, name: str, salt: str, tokens: list[int]) -> int:
+    """Serve the prompt for the tenant with that salt; how many of its tokens were cached."""
+    driver.engine.submit(make_sequence(name, tokens, max_tokens=2, root=salted_root(salt).digest()))
+    driver.run()
+    assert driver.tokens(name) == continuation(tokens, 2)
+    return driver.cached_tokens(name)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_pc_03_tenants_share_no_blocks(caching: bool):
+    driver = EngineDriver(N, B, max_step_tokens=C)
+    tokens = prompt(3 * B + 1)
+    found: dict[str, int] = {}
+    for name, salt in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("none", ""), ("b2", "b"), ("a3", "a")):
+        found[name] = submit_as(driver, name, salt, tokens)
+        if not caching:
+            driver.engine.reset_cache()
+    hits = 3 * B if caching else 0
+    assert found == {"a1": 0, "a2": hits, "b1": 0, "none": 0, "b2": hits, "a3": hits}
+    assert_well(driver)
+
+
+def test_pc_03_the_salt_of_one_tenant_is_nothing_in_the_prompt_of_another():
+    """A tenant who writes another's salt, or his block hashes, into the prompt gets other hashes for it."""
+    driver = EngineDriver(N, B, max_step_tokens=C)
+    tokens = prompt(2 * B)
+    submit_as(driver, "a", "a", tokens)
+    names = driver.stored
+    forged = [*b"salt:a", *salted_root("a").digest(), *tokens]
+    assert submit_as(driver, "b", "b", forged) == 0
+    assert names.isdisjoint(block_hashes(salted_root("b"), tokens))
+    assert names.isdisjoint(block_hashes(salted_root("b"), forged))
+    assert_well(driver)
+
+
+def test_pc_05_engines_store_what_the_router_looks_for():
+    tokens = prompt(3 * B + 1)
+    expected = block_hashes(salted_root("x"), tokens)
+    for _ in range(2):  # the second is a worker after a restart
+        driver = EngineDriver(N, B, max_step_tokens=C)
+        submit_as(driver, "a", "x", tokens)
+        assert driver.stored == set(expected)
+        assert driver.engine.num_cached_blocks(expected) == 3
+        assert driver.engine.num_cached_blocks(block_hashes(salted_root("y"), tokens)) == 0
+        assert_well(driver)
 
 
 def test_pc_06_recycled_block_does_not_keep_its_old_name():
@@ -122,6 +179,66 @@ def test_sc_02_prompt_that_fits_the_length_limit_but_not_the_pool():
     driver.run()
     for number in range(3):
         assert driver.tokens(f"short {number}") == continuation(prompt(5, seed=number), 4)
+    assert_well(driver)
+
+
+LIMIT = 40
+MODEL = ModelConfig(
+    architecture="llama",
+    num_layers=1,
+    hidden_size=4,
+    intermediate_size=4,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=4,
+    vocab_size=VOCAB_SIZE,
+    max_model_tokens=LIMIT,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+
+
+async def serve(driver: EngineDriver, num_prompt_tokens: int, max_tokens: int) -> list[NewToken]:
+    """All tokens of one request that comes to an engine directly, past the front door."""
+    client = EngineClient(driver.engine, MODEL, lambda stored, removed: None)
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    client.thread.start()
+    try:
+        with client.subscribed("x", events.put_nowait):
+            await client.submit(make_sequence("x", prompt(num_prompt_tokens), max_tokens))
+            tokens: list[NewToken] = []
+            while not tokens or tokens[-1].finish_reason is None:
+                event = await asyncio.wait_for(events.get(), timeout=20.0)
+                tokens += [event] if isinstance(event, NewToken) else []
+            return tokens
+    finally:
+        await asyncio.to_thread(client.thread.stop, 20.0)
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(LIMIT - 1, 1), (8, LIMIT - 8)])
+async def test_sc_04_up_to_the_limit_it_is_served_and_ends_by_length(num_prompt_tokens: int, max_tokens: int):
+    driver = EngineDriver(N, B, max_step_tokens=C)
+    tokens = await serve(driver, num_prompt_tokens, max_tokens)
+    assert [token.token_id for token in tokens] == continuation(prompt(num_prompt_tokens), max_tokens)
+    assert tokens[-1].finish_reason is FinishReason.LENGTH
+    assert_well(driver)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "field"),
+    [(LIMIT, 1, "prompt"), (LIMIT + 1, 1, "prompt"), (8, LIMIT - 7, "max_tokens"), (8, 0, "max_tokens")],
+)
+async def test_sc_04_over_the_limit_it_is_refused_with_the_numbers(
+    num_prompt_tokens: int, max_tokens: int, field: str
+):
+    driver = EngineDriver(N, B, max_step_tokens=C)
+    with pytest.raises(InvalidRequest) as refused:
+        await serve(driver, num_prompt_tokens, max_tokens)
+    assert refused.value.field == field
+    numbers = {str(max_tokens)} if max_tokens == 0 else {str(LIMIT), str(num_prompt_tokens), str(max_tokens)}
+    assert numbers <= set(re.findall(r"\d+", str(refused.value)))
+    assert driver.engine.load().queries == 0
     assert_well(driver)
 
 

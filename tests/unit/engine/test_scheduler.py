@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import EngineSettings
-from headrace.engine.block_pool import BlockPool, Hold
-from headrace.engine.scheduler import Scheduler
+from headrace.engine.block_pool import BlockPool, BlockState, Hold
+from headrace.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKEN, SECONDS_PER_PRIORITY, Scheduler
 from headrace.engine.sequence import Event, Failed, Reserved, Sequence, Started, State
 from headrace.errors import AlreadyExists, InvalidRequest, Overloaded
 from tests.support.audit import assert_idle_pool, assert_sound
@@ -23,14 +23,18 @@ class Desk:
         limits = {"max_step_tokens": 8, "max_sequences": 4, "max_waiting": 8} | settings
         self.scheduler = Scheduler(self.pool, EngineSettings(block_size_tokens=B, **limits))
         self.events: list[Event] = []
+        self.now_s = 0.0
 
     def add(self, sequence_id: str, num_tokens: int, first: int = 0, **more) -> Sequence:
+        levels = {name: more.pop(name) for name in ("priority", "retention") if name in more}
         sequence = make_sequence(sequence_id, range(first, first + num_tokens), **more)
-        self.scheduler.add(sequence)
+        for name, level in levels.items():
+            setattr(sequence, name, level)
+        self.scheduler.add(sequence, self.now_s)
         return sequence
 
     def step(self) -> list[tuple[str, int, int]]:
-        plan = self.scheduler.schedule(self.events, now_s=0.0)
+        plan = self.scheduler.schedule(self.events, now_s=self.now_s)
         for chunk in plan.chunks:
             samples = chunk.samples
             self.scheduler.computed(chunk)
@@ -82,16 +86,168 @@ def test_at_most_max_sequences_run():
     assert ("2", 0, 2) in desk.step()
 
 
-def test_the_first_in_the_queue_is_not_overtaken():
+def test_what_does_not_fit_now_lets_smaller_ones_pass():
     desk = Desk(num_blocks=8)
     desk.add("large", 5 * B, max_tokens=1)
     desk.step()
     desk.add("waits", 4 * B, first=100)
     desk.add("small", 1, first=200)
     assert desk.step() == [("large", 8, 8)]
-    assert desk.scheduler.num_waiting == 2
-    assert "needs 4 blocks, 3 of 8" in desk.scheduler.why_blocked()
+    assert desk.step() == [("large", 16, 4), ("small", 0, 1)]
+    assert desk.scheduler.num_waiting == 1
+    assert "needs 4 blocks, 2 of 8" in desk.scheduler.why_blocked()
+    assert "overtaken 1 times" in desk.scheduler.why_blocked()
     assert not Desk().scheduler.has_work
+
+
+def test_nobody_passes_who_was_passed_too_often():
+    desk = Desk(num_blocks=8, max_sequences=8, max_waiting=64)
+    large = desk.add("large", 8 * B - 1, first=500, max_tokens=1)
+    running = desk.add("running", 1, first=100, max_tokens=8 * B - 1)
+    running.rank = (-1.0, 0)
+    desk.scheduler._waiting.sort(key=lambda waiting: waiting.sequence.rank)
+    for number in range(2 * MAX_OVERTAKEN):
+        desk.add(f"small {number}", 1, first=200 + number, max_tokens=1)
+    order = []
+    while large.state is State.WAITING:
+        for sequence_id, _, _ in desk.step():
+            if sequence_id not in order:
+                order.append(sequence_id)
+        for sequence in desk.scheduler.alive():
+            if sequence.num_output_tokens == sequence.sampling.max_tokens:
+                desk.scheduler.end(sequence)
+    assert len(order) == 1 + MAX_OVERTAKEN + 1
+    assert order[-1] == "large"
+    assert running.state is State.FINISHED
+    desk.end_all()
+    assert_idle_pool(desk.pool.audit(desk.scheduler.block_users()))
+
+
+def test_only_the_first_few_that_wait_are_looked_at():
+    desk = Desk(num_blocks=8, max_waiting=64)
+    desk.add("running", 1, max_tokens=8 * B - 1)
+    desk.step()
+    for number in range(LOOK_AHEAD):
+        desk.add(f"large {number}", 8 * B - 1, first=100, max_tokens=1)
+    small = desk.add("small", 1, first=200)
+    assert desk.step() == [("running", 1, 1)]
+    assert small.state is State.WAITING
+    desk.scheduler.end(desk.scheduler.find("large 0"))
+    desk.step()
+    assert small.state is State.RUNNING
+
+
+def test_what_waits_is_looked_at_again_when_its_prefix_was_computed():
+    desk = Desk(num_blocks=10)
+    first = desk.add("first", 4 * B, max_tokens=2)
+    desk.step()
+    desk.pool.fill(desk.pool.num_available - 3)
+    # Alone it needs five blocks; beside the four blocks of the first one, only one.
+    desk.add("same", 4 * B + 1, max_tokens=1)
+    assert desk.step() == [("first", 8, 8)]
+    assert desk.step() == [("first", 16, 1), ("same", 16, 1)]
+    assert first.state is State.RUNNING
+
+
+def test_what_waits_and_found_no_room_costs_one_look(monkeypatch: pytest.MonkeyPatch):
+    desk = Desk(num_blocks=8)
+    desk.add("running", 1, max_tokens=8 * B - 1)
+    desk.step()
+    desk.add("large", 8 * B - 1, first=100, max_tokens=1)
+    desk.step()
+    monkeypatch.setattr(desk.pool, "match", None)
+    for _ in range(5):
+        assert len(desk.step()) == 1
+
+
+def test_urgent_ones_go_first_and_equals_in_order_of_arrival():
+    desk = Desk(max_sequences=1)
+    for name, priority in (("a", 1), ("b", 0), ("c", 0), ("d", -1)):
+        desk.add(name, 1, first=ord(name), priority=priority)
+    order = []
+    while desk.scheduler.alive():
+        [(sequence_id, _, _)] = desk.step()
+        order.append(sequence_id)
+        desk.scheduler.end(desk.scheduler.find(sequence_id))
+    assert order == ["d", "b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "order"), [(SECONDS_PER_PRIORITY - 1, ["b", "a"]), (SECONDS_PER_PRIORITY + 1, ["a", "b"])]
+)
+def test_who_waits_long_enough_is_as_urgent_as_others(seconds: float, order: list[str]):
+    desk = Desk(max_sequences=1)
+    desk.add("running", 1)
+    desk.step()
+    desk.add("a", 1, first=100, priority=1)
+    desk.now_s = seconds
+    desk.add("b", 1, first=200, priority=0)
+    for expected in order:
+        desk.scheduler.end(next(s for s in desk.scheduler.alive() if s.state is State.RUNNING))
+        assert [sequence_id for sequence_id, _, _ in desk.step()] == [expected]
+
+
+def test_an_urgent_prompt_goes_before_a_long_prefill_under_way():
+    desk = Desk()
+    desk.add("long", 5 * B, max_tokens=1)
+    desk.step()
+    desk.add("urgent", 3, first=100, priority=-1)
+    desk.add("equal", 3, first=200)
+    assert desk.step() == [("urgent", 0, 3), ("long", 8, 5)]
+    assert desk.step() == [("urgent", 3, 1), ("long", 13, 7)]
+    assert desk.step() == [("urgent", 4, 1), ("long", 20, 1), ("equal", 0, 3)]
+
+
+def test_the_least_urgent_gives_way_though_it_came_first():
+    desk = Desk(num_blocks=6)
+    a = desk.add("a", B, max_tokens=12, priority=4)
+    b = desk.add("b", B, first=100, max_tokens=12)
+    while a.state is State.RUNNING or not a.num_preemptions:
+        desk.step()
+    assert b.state is State.RUNNING
+    assert b.num_preemptions == 0
+
+
+def test_each_preemption_doubles_the_room_that_is_asked_for():
+    desk = Desk(num_blocks=20, max_step_tokens=64)
+    a = desk.add("a", B, max_tokens=6 * B)
+    desk.step()
+    b = desk.add("b", B, first=100, max_tokens=4 * B)
+    # Room for b's next token, and the blocks that it and a may still need.
+    for num_preemptions, room in ((0, 1), (1, 1 + 2), (2, 3 + 4), (3, 4 + 6), (9, 4 + 6)):
+        b.num_preemptions = num_preemptions
+        assert desk.scheduler._headroom(b) == room
+    assert a.state is State.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limits"),
+    [
+        ("priority", 5, "-4..4"),
+        ("priority", -5, "-4..4"),
+        ("retention", 4, "0..3"),
+        ("retention", -1, "0..3"),
+    ],
+)
+def test_levels_out_of_range_are_refused(field: str, value: int, limits: str):
+    desk = Desk()
+    with pytest.raises(InvalidRequest, match=f"{value} is not allowed; must lie in {limits}") as refused:
+        desk.add("a", 1, **{field: value})
+    assert refused.value.field == field
+    assert desk.scheduler.alive() == []
+
+
+def test_a_prompt_is_retained_and_its_answer_is_not():
+    desk = Desk(num_blocks=6, max_sequences=1)
+    a = desk.add("a", B, max_tokens=2 * B, retention=1)
+    for _ in range(B + 1):
+        desk.step()
+    desk.scheduler.end(a)
+    assert desk.pool.num_cached == 2
+    for block_id in (*desk.pool.allocate(5), *desk.pool.match(a.hashes)):
+        assert desk.pool.state(block_id) in (BlockState.ACTIVE, BlockState.CACHED)
+    assert len(desk.pool.match(a.hashes)) == 1
+    assert desk.pool.num_cached == 1
 
 
 def test_admission_leaves_a_block_for_each_that_decodes():
@@ -170,7 +326,7 @@ def test_the_newest_gives_way_and_comes_back_first_with_its_output():
     desk = Desk(num_blocks=5, max_sequences=2)
     a = desk.add("a", B, max_tokens=12)
     b = desk.add("b", B, first=100, max_tokens=12)
-    c = desk.add("c", 1, first=200)
+    c = desk.add("c", 3 * B, first=200)
     desk.step()
     while b.state is State.RUNNING:
         desk.step()
@@ -181,14 +337,14 @@ def test_the_newest_gives_way_and_comes_back_first_with_its_output():
     assert len(known) > B + 1
     desk.scheduler.end(a)
     # What the tree kept of its own blocks is reused; the rest is computed again from prompt and output.
-    first, second = desk.step()
+    [first] = desk.step()
     assert first[0] == "b"
     assert first[1] in (B, 2 * B)
     assert first[1] + first[2] == len(known)
     assert b.token_ids[: len(known)] == known
-    assert second[0] == c.id
+    assert c.state is State.WAITING
     assert [event for event in desk.events if event.sequence_id == "b"] == [Started("b", 0)]
-    assert desk.scheduler.num_queried_tokens == 2 * B + 1
+    assert desk.scheduler.num_queried_tokens == 2 * B
 
 
 def test_reserved_and_held_sequences_are_not_preempted():
@@ -256,19 +412,19 @@ def test_what_can_never_fit_the_pool_is_refused(num_tokens, max_tokens, hold_ttl
     desk = Desk()
     sequence = make_sequence("a", range(num_tokens), max_tokens, hold_ttl_s=hold_ttl_s)
     if field is None:
-        desk.scheduler.add(sequence)
+        desk.scheduler.add(sequence, 0.0)
         return
     with pytest.raises(InvalidRequest, match="KV pool holds 64 tokens") as refused:
-        desk.scheduler.add(sequence)
+        desk.scheduler.add(sequence, 0.0)
     assert refused.value.field == field
     assert desk.scheduler.alive() == []
 
 
 def test_output_of_an_earlier_attempt_counts_once():
     desk = Desk()
-    desk.scheduler.add(make_sequence("a", range(20), max_tokens=16 * B - 10, num_output_tokens=10))
+    desk.scheduler.add(make_sequence("a", range(20), max_tokens=16 * B - 10, num_output_tokens=10), 0.0)
     with pytest.raises(InvalidRequest, match="at most 54 remain"):
-        desk.scheduler.add(make_sequence("b", range(20), max_tokens=16 * B - 9, num_output_tokens=10))
+        desk.scheduler.add(make_sequence("b", range(20), max_tokens=16 * B - 9, num_output_tokens=10), 0.0)
 
 
 def test_the_queue_is_bounded():
@@ -303,6 +459,6 @@ def test_generated_blocks_are_found_like_prompt_blocks():
         desk.step()
     desk.scheduler.end(a)
     b = make_sequence("b", a.token_ids)
-    desk.scheduler.add(b)
+    desk.scheduler.add(b, 0.0)
     desk.step()
     assert b.num_cached_tokens == 2 * B
