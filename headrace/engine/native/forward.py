@@ -17,7 +17,7 @@ from headrace.engine.models import decoder
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.native import library
 from headrace.engine.native.attention import cache_struct
-from headrace.engine.native.packing import PackedMatrix, interleaved
+from headrace.engine.native.packing import PackedMatrix, Weight, interleaved
 from headrace.engine.native.step import StepArrays
 from headrace.engine.native.threads import Team
 from headrace.engine.sequence import StepPlan
@@ -120,9 +120,9 @@ class _Weights:
         return self._matrix(linear.weight, linear.bias)
 
     def _matrix(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, order: np.ndarray | None = None
+        self, weight: Weight, bias: torch.Tensor | None, order: np.ndarray | None = None
     ) -> library.Matrix:
-        packed = PackedMatrix(weight, bias, order)
+        packed = PackedMatrix(weight, self._dtype, bias, order)
         self.num_bytes += packed.num_bytes
         self._kept.append(packed)
         return packed.struct
