@@ -62,6 +62,9 @@ class PoolAudit:
     problems: list[str]
 
 
+_AUDITED = ("users", "holds", "name", "times on the free list", "quarantined")
+
+
 class BlockPool:
     """All blocks of one KV cache. Block tables are lists of block ids, in the order of the tokens."""
 
@@ -311,16 +314,19 @@ class BlockPool:
         names = self._tree.block_names()
         free = Counter(self._free)
         for block_id, block in enumerate(self._blocks):
-            found = {
-                "users": (block.users, block.users if users is None else users.get(block_id, 0)),
-                "holds": (block.holds, holds[block_id]),
-                "name": (block.digest, names.get(block_id)),
-                "times on the free list": (int(block.state is BlockState.FREE), free[block_id]),
-                "quarantined": (block.state is BlockState.QUARANTINED, block_id in outside),
-            }
-            for what, (noted, counted) in found.items():
-                if noted != counted:
-                    yield f"block {block_id} ({block.state.name}): {what} noted {noted}, counted {counted}"
+            is_free, is_outside = block.state is BlockState.FREE, block.state is BlockState.QUARANTINED
+            noted = (block.users, block.holds, block.digest, int(is_free), is_outside)
+            counted = (
+                block.users if users is None else users.get(block_id, 0),
+                holds.get(block_id, 0),
+                names.get(block_id),
+                free.get(block_id, 0),
+                block_id in outside,
+            )
+            if noted != counted:
+                for what, note, count in zip(_AUDITED, noted, counted, strict=True):
+                    if note != count:
+                        yield f"block {block_id} ({block.state.name}): {what} noted {note}, counted {count}"
             if not self._state_fits(block):
                 yield f"block {block_id} is {block.state.name} with {block.users} users and {block.holds} holds"
 

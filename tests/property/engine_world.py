@@ -190,9 +190,10 @@ class World:
         self.let_pass(choices.of([0.5, 2.0, 4.5]))
 
     def step(self, choices: Choices) -> None:
-        for _ in range(1 + choices.below(4)):
+        for _ in range(choices.below(4)):
             self.one_step()
             self.check()
+        self.one_step()
 
     # --- a step, and what is right in it ----------------------------------------------------------------------------
 

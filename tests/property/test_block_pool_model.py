@@ -43,14 +43,15 @@ class Model:
         return next((name for name in self.names.values() if name.block_id == block_id), None)
 
     def state(self, block_id: int) -> BlockState:
-        if any(block_id in blocks for blocks in self.holds.values()):
-            return BlockState.HELD
-        if any(block_id in blocks for blocks in self.tables):
-            return BlockState.ACTIVE
-        if any(block_id in blocks for blocks in self.filling):
-            return BlockState.FILLING
-        if any(block_id in blocks for blocks in self.quarantined.values()):
-            return BlockState.QUARANTINED
+        for state, whose in (
+            (BlockState.HELD, self.holds.values()),
+            (BlockState.ACTIVE, self.tables),
+            (BlockState.FILLING, self.filling),
+            (BlockState.QUARANTINED, self.quarantined.values()),
+        ):
+            for block_ids in whose:
+                if block_id in block_ids:
+                    return state
         return BlockState.FREE if self.name_of(block_id) is None else BlockState.CACHED
 
     def match(self, digests: list[bytes]) -> list[int]:
@@ -255,7 +256,7 @@ class Comparison:
 
 
 NAMES = ["use"] * 6 + ["release"] * 5 + ["hold", "trim_hold", "release_hold"]
-NAMES += ["fill", "arrive", "quarantine", "settle"] * 1 + ["fill"] + ["forget"]
+NAMES += ["fill", "fill", "arrive", "quarantine", "settle", "forget"]
 
 
 @pytest.mark.slow

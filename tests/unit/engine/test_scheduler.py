@@ -138,13 +138,13 @@ def test_only_the_first_few_that_wait_are_looked_at():
 
 
 def test_what_waits_is_looked_at_again_when_its_prefix_was_computed():
-    desk = Desk(num_blocks=10)
+    desk = Desk(num_blocks=10, max_step_tokens=10)
     first = desk.add("first", 4 * B, max_tokens=2)
     desk.step()
     desk.pool.fill(desk.pool.num_available - 3)
-    # Alone it needs five blocks; beside the four blocks of the first one, only one.
+    # It needs five blocks, of which it finds two, and four as soon as the first one has computed them.
     desk.add("same", 4 * B + 1, max_tokens=1)
-    assert desk.step() == [("first", 8, 8)]
+    assert desk.step() == [("first", 10, 6)]
     assert desk.step() == [("first", 16, 1), ("same", 16, 1)]
     assert first.state is State.RUNNING
 
