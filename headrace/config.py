@@ -42,7 +42,13 @@ class ModelSettings(_Section):
     )
     served_name: str = Field(default="", description="name that clients use; empty: the model's own name")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="auto: bfloat16 where the processor multiplies it natively, else float32"
+        default="auto",
+        description="auto: bfloat16 with the native kernels or where the processor multiplies it, else float32",
+    )
+    quantization: Literal["auto", "none", "int8", "int4"] = Field(
+        default="auto",
+        description="weights in memory. auto: quantized where the file has them so and the native kernels compute;"
+        " none: all in dtype; int8, int4: rounded to it",
     )
     max_model_tokens: int = Field(
         default=0, ge=0, description="prompt and answer together; 0: what the model declares"

@@ -30,10 +30,9 @@ from headrace.directory.records import Role, WorkerLoad, WorkerRecord
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
-from headrace.engine.forward import load_forward
 from headrace.engine.kv_cache import KvCache
-from headrace.engine.torch_runner import TorchRunner, choose_dtype
-from headrace.engine.weights.load import load_model
+from headrace.engine.load import load_runner
+from headrace.engine.torch_runner import TorchRunner
 from headrace.engine_client import EngineClient
 from headrace.errors import InvalidRequest
 from headrace.model_store import resolve
@@ -139,10 +138,7 @@ class WorkerProcess:
 
     def _load(self) -> None:
         settings = self._settings
-        dtype = choose_dtype(settings.model.dtype)
-        model = load_model(self._files, dtype)
-        self._cache = KvCache.for_model(self._files.config, settings.engine, dtype)
-        self._runner = TorchRunner(load_forward(model, self._cache, settings.engine), self._cache)
+        self._runner, self._cache = load_runner(self._files, settings.model, settings.engine)
         self._runner.warm_up()
         pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens)
         self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())

@@ -131,6 +131,12 @@ class BlockPool:
             if retention:
                 self._tree.retain(block.digest, retention)
 
+    def share_in_use(self, block_ids: Sequence[int]) -> None:
+        """One more user for each of these blocks of a sequence that runs, whether they have names or not."""
+        for block_id in block_ids:
+            assert self._blocks[block_id].users > 0
+            self._blocks[block_id].users += 1
+
     def allocate(self, count: int) -> list[int]:
         """FREE to ACTIVE with one user; evicts from the tree as needed. The caller has looked at `num_available`."""
         return self._take(count, BlockState.ACTIVE, users=1)

@@ -2,6 +2,7 @@
 
     submit ─▶ waiting ─▶ running ─▶ NewToken … NewToken(finish_reason)
     submit, with hold_ttl_s ─▶ running ─▶ BlocksReady …, NewToken; the blocks stay held until release_hold or expiry
+    submit, with several choices ─▶ one prompt ─▶ NewToken of each choice … NewToken(finish_reason) of each choice
     reserve ─▶ waiting ─▶ Reserved ─▶ (blocks are filled from outside) ─▶ adopt ─▶ NewToken …
                               └ abort ─▶ quarantine ─▶ settle
 
@@ -12,6 +13,7 @@ schedule (`scheduler.py`), run (`runner.py`), post-process (here).
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import structlog
@@ -24,15 +26,20 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import (
     BlocksReady,
     Chunk,
+    ChunkResult,
+    Drawn,
     Event,
     Failed,
     NewToken,
+    PromptLogprobs,
     Sequence,
     State,
     StepOutput,
     StepPlan,
+    finish_reason,
 )
 from headrace.errors import HeadraceError, InternalError, NotFound, RequestCancelled, Unavailable
+from headrace.sampling_params import FinishReason
 
 log = structlog.get_logger()
 
@@ -84,22 +91,22 @@ class Engine:
     def reserve(self, sequence: Sequence) -> None:
         """Queue a sequence whose KV comes from outside: it gets blocks for all its tokens. Raises as `submit`."""
         assert sequence.hold_ttl_s is None
+        assert len(sequence.choices) == 1
         sequence.from_outside = True
         self._scheduler.add(sequence, self.clock.now())
 
     def adopt(self, sequence_id: str, token_id: int) -> None:
         """The KV of a reserved sequence is here, and `token_id` follows it. Raises NotFound if it is not reserved."""
-        sequence = self._scheduler.find(sequence_id)
-        if sequence is None or sequence.state is not State.RESERVED:
+        reserved = [s for s in self._scheduler.find(sequence_id) if s.state is State.RESERVED]
+        if not reserved:
             raise NotFound(f"no reserved sequence {sequence_id}")
-        self._scheduler.adopt(sequence, token_id)
+        self._scheduler.adopt(reserved[0], token_id)
 
     def abort(self, sequence_id: str) -> None:
         """Stop a sequence without a further event; nothing for an id that is unknown or over. Blocks announced under a
         hold stay held, blocks that are being filled are quarantined until `settle(sequence_id)`.
         """
-        sequence = self._scheduler.find(sequence_id)
-        if sequence is not None:
+        for sequence in self._scheduler.find(sequence_id):
             self._scheduler.end(sequence)
 
     def settle(self, owner: str) -> None:
@@ -182,31 +189,33 @@ class Engine:
             self._post_process(plan, self._run(plan))
         return self._take_output()
 
-    def _run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
+    def _run(self, plan: StepPlan) -> list[ChunkResult]:
         self._num_steps += 1
         try:
             return self._runner.run(plan)
         except Exception as error:  # the engine loop: this step's sequences fail, the others go on
             log.exception("step failed", sequences=[chunk.sequence.id for chunk in plan.chunks])
-            failure = InternalError(f"the step failed: {error!r}")
-            return {chunk.sequence.id: failure for chunk in plan.chunks}
+            return [ChunkResult(error=InternalError(f"the step failed: {error!r}"))] * len(plan.chunks)
 
-    def _post_process(self, plan: StepPlan, results: dict[str, int | HeadraceError]) -> None:
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            result = results.get(sequence.id)
-            if result is None and chunk.samples:
-                result = InternalError(f"the step drew no token for {sequence.id}")
-            if isinstance(result, HeadraceError):
-                self._fail(sequence.id, result)
-                continue
-            samples = chunk.samples
+    def _post_process(self, plan: StepPlan, results: list[ChunkResult]) -> None:
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            sequence, samples = chunk.sequence, chunk.samples
+            error = result.error
+            if error is None and samples and len(result.drawn) != len(sequence.choices):
+                error = InternalError(f"the step drew {len(result.drawn)} tokens for {sequence.id}")
+            if error is not None:
+                self._fail(sequence.id, error)
+            if sequence.state is not State.RUNNING:
+                continue  # it failed here, or with another of its choices
             self._count(chunk)
             self._scheduler.computed(chunk)
+            if result.prompt_logprobs:
+                sequence.num_prompt_logprobs += len(result.prompt_logprobs)
+                self._events.append(PromptLogprobs(sequence.id, result.prompt_logprobs))
             if sequence.hold_ttl_s is not None:
                 self._announce_blocks(sequence)
-            if samples and result is not None:
-                self._draw(sequence, result)
+            if samples:
+                self._draw(sequence, result.drawn)
 
     def _count(self, chunk: Chunk) -> None:
         is_decode = chunk.num_tokens == 1 and chunk.sequence.num_output_tokens > 0
@@ -223,19 +232,44 @@ class Engine:
             self._events.append(BlocksReady(sequence.id, first, sequence.block_ids[first:num_ready]))
             sequence.num_announced_blocks = num_ready
 
-    def _draw(self, sequence: Sequence, token_id: int) -> None:
-        sequence.token_ids.append(token_id)
-        self._num_output_tokens += 1
-        reason = sequence.finish_reason(token_id, self._eos_token_ids)
-        self._events.append(NewToken(sequence.id, token_id, reason))
-        if reason is not None or sequence.hold_ttl_s is not None:
+    def _draw(self, sequence: Sequence, drawn: Items[Drawn]) -> None:
+        """Each choice goes on with its own token. A held sequence ends here, with the first tokens of all."""
+        if sequence.hold_ttl_s is not None:
+            for choice, token in zip(sequence.choices, drawn, strict=True):
+                reason = finish_reason(
+                    sequence.sampling, token.token_id, sequence.num_output_tokens + 1, self._eos_token_ids
+                )
+                self._emit(sequence.id, choice, token, reason)
+            self._scheduler.end(sequence)
+            return
+        others = sequence.split()
+        goes_on = [self._append(*pair) for pair in zip([sequence, *others], drawn, strict=True)]
+        copies: list[tuple[int, int]] = []
+        for other, other_goes_on in zip(others, goes_on[1:], strict=True):
+            if other_goes_on:
+                copies += self._scheduler.join(other, sequence)
+        if copies:
+            self._runner.copy_blocks(copies)
+        if not goes_on[0]:
             self._scheduler.end(sequence)
 
+    def _append(self, sequence: Sequence, token: Drawn) -> bool:
+        """Whether the sequence goes on after the token."""
+        sequence.token_ids.append(token.token_id)
+        reason = sequence.finish_reason(token.token_id, self._eos_token_ids)
+        self._emit(sequence.id, sequence.choices[0], token, reason)
+        return reason is None
+
+    def _emit(self, sequence_id: str, choice: int, token: Drawn, reason: FinishReason | None) -> None:
+        self._num_output_tokens += 1
+        self._events.append(NewToken(sequence_id, token.token_id, reason, choice, token.logprobs))
+
     def _fail(self, sequence_id: str, error: HeadraceError) -> None:
-        """End a sequence with an error; nothing when it is over already."""
-        sequence = self._scheduler.find(sequence_id)
-        if sequence is not None:
+        """End a sequence with all its choices; nothing when it is over already."""
+        choices = self._scheduler.find(sequence_id)
+        for sequence in choices:
             self._scheduler.end(sequence)
+        if choices:
             self._events.append(Failed(sequence_id, error))
 
     def _take_output(self) -> StepOutput:

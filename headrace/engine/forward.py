@@ -52,17 +52,22 @@ class EagerForward:
         return self._model.logits(self._x_TE[list(rows)])
 
 
+def chosen_backend(name: str) -> str:
+    """ "auto" is the kernels where they were compiled, else torch."""
+    if name != "auto":
+        return name
+    return "torch" if library.load() is None else "cpu"
+
+
 def load_forward(model: Decoder, cache: KvCache, settings: EngineSettings) -> ForwardPass:
-    """As `settings.backend` says; "auto" takes the kernels where they were compiled. Their weights are taken out of
-    `model`, which is empty afterwards.
-    """
+    """As `settings.backend` says. The kernels take the weights out of `model`, which is empty afterwards."""
     num_threads = settings.num_threads or len(os.sched_getaffinity(0))
-    backend = settings.backend
-    if backend == "cpu" or (backend == "auto" and library.load() is not None):
+    backend = chosen_backend(settings.backend)
+    if backend == "cpu":
         from headrace.engine.native.forward import NativeForward
 
         # What is left to torch, sampling, is too little for threads; and they would share the kernels' cores.
         torch.set_num_threads(1)
         return NativeForward(model, cache, num_threads=num_threads, max_step_tokens=settings.max_step_tokens)
     torch.set_num_threads(num_threads)
-    return EagerForward(model, cache, "torch" if backend == "auto" else backend)
+    return EagerForward(model, cache, backend)

@@ -1,18 +1,23 @@
-"""The model runner seam: a step plan goes in, one drawn token per sampling sequence comes out."""
+"""The model runner seam: a step plan goes in, what each of its chunks gave comes out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.engine.sequence import StepPlan
-from headrace.errors import HeadraceError
+from headrace.engine.sequence import ChunkResult, StepPlan
 
 
 class ModelRunner(Protocol):
-    def run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
-        """Put the plan's chunks through the model: write their KV, draw a token for every chunk that samples.
+    """Called on the engine's thread only."""
 
-        Returns, by sequence id, the token id drawn, or the error of a sequence that failed alone. Does not change the
-        sequences. Called on the engine's thread only.
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
+        """Put the plan's chunks through the model: write their KV, draw tokens for every chunk that samples.
+
+        Returns a result for each chunk, in their order. Does not change the sequences.
         """
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the KV of blocks: (from, to)."""
         ...

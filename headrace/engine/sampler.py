@@ -17,6 +17,7 @@ import torch
 
 from headrace.sampling_params import SamplingParams
 
+_NUM_CANDIDATES = 1024
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -29,15 +30,15 @@ class Draw:
     choice: int = 0
 
 
-def sample(logits_NV: torch.Tensor, draws: list[Draw]) -> list[int | None]:
-    """One token id per row of fp32 logits; None for a row that is not finite: it can not be sampled from."""
-    low_N, high_N = logits_NV.aminmax(dim=-1)  # NaN wins both
-    usable = (low_N.isfinite() & high_N.isfinite()).tolist()
+def sample(logits_NV: torch.Tensor, draws: list[Draw]) -> list[int]:
+    """One token id per row of fp32 logits. Each row has a finite one; -inf is not drawn."""
     tokens_N = logits_NV.argmax(-1)  # the first of equals
-    rows = [row for row, draw in enumerate(draws) if usable[row] and not draw.sampling.greedy]
+    rows = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
     if rows:
-        tokens_N[rows] = _drawn(logits_NV[rows], [draws[row] for row in rows])
-    return [token if usable[row] else None for row, token in enumerate(tokens_N.tolist())]
+        # All rows but the greedy ones are mostly all rows: no copy of the logits then.
+        some = logits_NV if len(rows) == len(draws) else logits_NV[rows]
+        tokens_N[rows] = _drawn(some, [draws[row] for row in rows])
+    return tokens_N.tolist()
 
 
 def uniform(draws: Sequence[Draw]) -> np.ndarray:
@@ -63,6 +64,9 @@ def _drawn(logits_RV: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     temperature_R1 = torch.tensor([[draw.sampling.temperature] for draw in draws])
     # The largest becomes 0 before the division, which then can not overflow upwards.
     weights_RV = ((logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature_R1).softmax(-1)
+    rows = [row for row, draw in enumerate(draws) if draw.sampling.min_p]
+    if rows:
+        weights_RV[rows] = _likely(weights_RV[rows], [draws[row].sampling.min_p for row in rows])
     rows = [row for row, draw in enumerate(draws) if draw.sampling.top_k or draw.sampling.top_p < 1.0]
     if rows:
         weights_RV[rows] = _filtered(weights_RV[rows], [draws[row].sampling for row in rows])
@@ -74,22 +78,40 @@ def _drawn(logits_RV: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     return torch.searchsorted(cumulative_RV, targets_R1, right=True)[:, 0]
 
 
+def _likely(weights_RV: torch.Tensor, min_p: list[float]) -> torch.Tensor:
+    """Weights with those under min_p of the row's largest set to 0. They add up to 1 again."""
+    limit_R1 = weights_RV.amax(-1, keepdim=True) * torch.tensor(min_p)[:, None]
+    kept_RV = weights_RV.where(weights_RV >= limit_R1, 0.0)
+    return kept_RV / kept_RV.sum(-1, keepdim=True)
+
+
 def _filtered(weights_RV: torch.Tensor, samplings: list[SamplingParams]) -> torch.Tensor:
     """Weights with all but the top_k largest set to 0, and of these all that come after top_p of their sum."""
-    vocab_size = weights_RV.shape[1]
-    top_k_R1 = torch.tensor([[sampling.top_k or vocab_size] for sampling in samplings])
+    top_k_R1 = torch.tensor([[sampling.top_k or weights_RV.shape[1]] for sampling in samplings])
     # Off is infinite, since a sum that is rounded can reach 1 before the last token.
     top_p_R1 = torch.tensor(
         [[s.top_p if s.top_p < 1.0 else torch.inf] for s in samplings], dtype=torch.float64
     )
-    sorted_RV = weights_RV.sort(dim=-1, descending=True).values
-    in_top_k_RV = torch.arange(vocab_size) < top_k_R1
-    cumulative_RV = sorted_RV.where(in_top_k_RV, 0.0).double().cumsum(-1)
-    # A token stays if what stands before it has not reached top_p yet, so the likeliest always does.
-    before_RV = cumulative_RV.roll(1, dims=-1).index_fill_(1, torch.tensor([0]), 0.0)
-    num_kept_R1 = (in_top_k_RV & (before_RV < top_p_R1 * cumulative_RV[:, -1:])).sum(-1, keepdim=True)
+    # Nearly always a thousand candidates are enough, and sorting all takes several times as long.
+    num_sorted = min(weights_RV.shape[1], max(_NUM_CANDIDATES, *(sampling.top_k for sampling in samplings)))
+    sorted_RV = weights_RV.topk(num_sorted).values
+    if ((top_k_R1 > num_sorted) & (sorted_RV.double().sum(-1, keepdim=True) < top_p_R1)).any():
+        sorted_RV = weights_RV.sort(descending=True).values
+    num_kept_R1 = _num_kept(sorted_RV, top_k_R1, top_p_R1)
     smallest_R1 = sorted_RV.gather(1, num_kept_R1 - 1)
     larger_RV, equal_RV = weights_RV > smallest_R1, weights_RV == smallest_R1
     # Among equals of the smallest the lower token ids stay, as in the choice of the greedy token.
     num_equal_R1 = num_kept_R1 - larger_RV.sum(-1, keepdim=True)
     return weights_RV.where(larger_RV | (equal_RV & (equal_RV.cumsum(-1) <= num_equal_R1)), 0.0)
+
+
+def _num_kept(sorted_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
+    """How many of a row's largest weights stay, [R, 1]. Of the weights as many are given as this depends on."""
+    num_sorted = sorted_RV.shape[1]
+    in_top_k_RV = torch.arange(num_sorted) < top_k_R1
+    cumulative_RV = sorted_RV.where(in_top_k_RV, 0.0).double().cumsum(-1)
+    # All weights of a row add up to 1.
+    total_R1 = cumulative_RV[:, -1:].where(top_k_R1 <= num_sorted, 1.0)
+    # A token stays if what stands before it has not reached top_p yet, so the likeliest always does.
+    stays_RV = in_top_k_RV[:, 1:] & (cumulative_RV[:, :-1] < top_p_R1 * total_R1)
+    return 1 + stays_RV.sum(-1, keepdim=True)

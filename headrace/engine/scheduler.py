@@ -91,7 +91,7 @@ class Scheduler:
         self._max_step_tokens = settings.max_step_tokens
         self._max_sequences = settings.max_sequences
         self._max_waiting = settings.max_waiting
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, list[Sequence]] = {}  # by id: one, or one for each choice
         self._waiting: list[_Waiting] = []  # by rank
         self._running: list[Sequence] = []  # by rank; reserved ones among them
         self._queued_tokens = 0
@@ -120,11 +120,12 @@ class Scheduler:
         """Whether the next `schedule` would plan or admit something."""
         return any(s.state is State.RUNNING for s in self._running) or self._next_admission(1) is not None
 
-    def find(self, sequence_id: str) -> Sequence | None:
-        return self._sequences.get(sequence_id)
+    def find(self, sequence_id: str) -> list[Sequence]:
+        """Those of its choices that go on; none for an id that is unknown or over."""
+        return list(self._sequences.get(sequence_id, ()))
 
     def alive(self) -> list[Sequence]:
-        return list(self._sequences.values())
+        return [sequence for choices in self._sequences.values() for sequence in choices]
 
     def add(self, sequence: Sequence, now_s: float) -> None:
         """Queue a new sequence. Raises InvalidRequest (the pool can never hold it, a level out of range),
@@ -138,10 +139,33 @@ class Scheduler:
             raise AlreadyExists(f"sequence {sequence.id} is running, waiting, or still has blocks")
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(f"{len(self._waiting)} sequences are waiting, which is the limit")
-        self._sequences[sequence.id] = sequence
+        self._sequences[sequence.id] = [sequence]
         self._num_arrived += 1
         sequence.rank = (now_s + sequence.priority * SECONDS_PER_PRIORITY, self._num_arrived)
         self._enqueue(sequence)
+
+    def join(self, sequence: Sequence, first: Sequence) -> list[tuple[int, int]]:
+        """A choice that was split off `first`, with its first token: it shares the blocks of the prompt. Returns what
+        is to be copied at once, as (from, to): a block that is not full, since each writes its own next token there.
+
+        Without room now it waits, and goes on from what is cached of the prompt then.
+        """
+        self._num_arrived += 1
+        sequence.rank = (first.rank[0], self._num_arrived)
+        self._sequences[sequence.id].append(sequence)
+        num_full = first.num_computed // self._pool.block_size_tokens
+        num_new = self._pool.blocks_for(first.num_computed) - num_full
+        if len(self._running) >= self._max_sequences or self._pool.num_available < num_new:
+            self._enqueue(sequence)
+            return []
+        shared = first.block_ids[:num_full]
+        self._pool.share_in_use(shared)
+        new = self._pool.allocate(num_new)
+        sequence.block_ids = [*shared, *new]
+        sequence.num_computed = first.num_computed
+        sequence.state = State.RUNNING
+        insort(self._running, sequence, key=_rank)
+        return list(zip(first.block_ids[num_full:], new, strict=False))
 
     def schedule(self, events: list[Event], now_s: float) -> StepPlan:
         """Plan a step and allocate its blocks. Appends Started, Reserved and Failed to `events` as they happen."""
@@ -181,7 +205,10 @@ class Scheduler:
             self._stop(sequence)
             self._pool.trim_hold(sequence.id, sequence.num_announced_blocks)
         sequence.state = State.FINISHED
-        del self._sequences[sequence.id]
+        choices = self._sequences[sequence.id]
+        choices.remove(sequence)
+        if not choices:
+            del self._sequences[sequence.id]
 
     def block_users(self) -> Counter[int]:
         """How many block tables have each block, for the audit. Blocks that are being filled have no user yet."""
@@ -232,11 +259,12 @@ class Scheduler:
             for passed in self._waiting[:index]:
                 passed.num_overtaken += 1
             sequence = self._dequeue(index)
+            is_first = not sequence.was_admitted
             self._take_blocks(sequence, matched)
             if sequence.from_outside:
                 step.events.append(Reserved(sequence.id, list(sequence.block_ids), len(matched)))
                 continue
-            if not sequence.num_preemptions:
+            if is_first:
                 step.events.append(Started(sequence.id, sequence.num_cached_tokens))
             self._hold_blocks(sequence, step.now_s)
             step.plan(sequence)
@@ -268,6 +296,8 @@ class Scheduler:
         self._extend_hashes(sequence)
         # At least one token goes through the model, for its logits; a reserved sequence brings its next token along.
         num_known = len(sequence.token_ids) - (not sequence.from_outside)
+        if sequence.lacks_prompt_logprobs:
+            num_known = min(num_known, sequence.num_prompt_logprobs)
         hashes = sequence.hashes[: num_known // self._pool.block_size_tokens]
         matched = self._pool.match(hashes)
         num_new = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
@@ -305,7 +335,8 @@ class Scheduler:
         sequence.num_computed = len(matched) * self._pool.block_size_tokens
         sequence.state = State.RESERVED if sequence.from_outside else State.RUNNING
         insort(self._running, sequence, key=_rank)
-        if not sequence.num_preemptions:
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
             sequence.num_cached_tokens = sequence.num_computed
             self.num_queried_tokens += len(sequence.token_ids)
             self.num_cached_tokens += sequence.num_cached_tokens

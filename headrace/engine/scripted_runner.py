@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from headrace.engine.sequence import Chunk, StepPlan
+from headrace.engine.sequence import Chunk, ChunkResult, Drawn, StepPlan
 from headrace.errors import HeadraceError
 
 _MASK = (1 << 64) - 1
@@ -38,25 +38,30 @@ class ScriptedRunner:
         self._kv: list[list[int | None]] = [[None] * block_size_tokens for _ in range(num_blocks)]
         self._forced = forced or {}
 
-    def run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
         """As the ModelRunner seam says. Raises AssertionError when a block does not hold what it should."""
-        results: dict[str, int | HeadraceError] = {}
         for chunk in plan.chunks:
             self._write(chunk)
-        for chunk in plan.chunks:
-            last = self._read(chunk)
-            if chunk.samples:
-                results[chunk.sequence.id] = self._draw(chunk, last)
-        return results
+        return [self._result(chunk, self._read(chunk)) for chunk in plan.chunks]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._kv[target] = list(self._kv[source])
 
     def copy_block(self, source: ScriptedRunner, source_block_id: int, block_id: int) -> None:
         """What a READ from another worker's cache does."""
         self._kv[block_id] = list(source._kv[source_block_id])
 
-    def _draw(self, chunk: Chunk, last: int) -> int | HeadraceError:
+    def _result(self, chunk: Chunk, last: int) -> ChunkResult:
+        """The same token for all choices."""
+        if not chunk.samples:
+            return ChunkResult()
         forced = self._forced.get(chunk.sequence.id, ())
         position = chunk.sequence.num_output_tokens
-        return forced[position] if position < len(forced) else _token(last, self.vocab_size)
+        result = forced[position] if position < len(forced) else _token(last, self.vocab_size)
+        if isinstance(result, HeadraceError):
+            return ChunkResult(error=result)
+        return ChunkResult([Drawn(result)] * len(chunk.sequence.choices))
 
     def _write(self, chunk: Chunk) -> None:
         """The chunk's KV, from the KV that the blocks really hold before it."""

@@ -8,11 +8,15 @@ A sequence that runs out of blocks goes back to waiting with its output so far a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Protocol
+
+import numpy as np
 
 from headrace.errors import HeadraceError
-from headrace.sampling_params import FinishReason, SamplingParams
+from headrace.sampling_params import FinishReason, SamplingParams, TokenLogprobs
 
 # A level of priority is worth some seconds of waiting (`scheduler.py`), never more than the whole range.
 MIN_PRIORITY, MAX_PRIORITY = -4, 4
@@ -26,11 +30,29 @@ class State(Enum):
     FINISHED = auto()
 
 
-@dataclass(slots=True, eq=False)
+class Constraint(Protocol):
+    """What may follow, token after token. One per sequence, used on the engine's thread. Errors are HeadraceErrors and
+    end that sequence alone.
+    """
+
+    def fresh(self) -> Constraint:
+        """The same, before the first token."""
+        ...
+
+    def fill_mask(self, words: np.ndarray) -> None:
+        """Set the bits of allowed tokens in uint32 [vocabulary / 32, rounded up], lowest bit first; clear the others."""
+        ...
+
+    def accept(self, token_id: int) -> None: ...
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One request inside the engine. Made by the caller, then owned by the engine until its last event.
 
     `token_ids` is prompt then output; a sequence that goes on after an earlier attempt starts with output in it.
+    One of several `choices` computes the prompt for all of them. With the first tokens it splits into one sequence for
+    each, which then have the id in common.
     Only the scheduler changes `state`, `block_ids`, `num_computed`, `hashes` and `rank`.
     """
 
@@ -42,6 +64,8 @@ class Sequence:
     hold_ttl_s: float | None = None  # set: end after one token and keep the blocks held this long
     priority: int = 0  # MIN_PRIORITY..MAX_PRIORITY; lower is more urgent
     retention: int = 0  # 0..MAX_RETENTION: the prompt's cached blocks are evicted after those of lower levels
+    constraint: Constraint | None = None  # before its first token
+    choices: range = range(0)  # numbers of the answers that this sequence stands for; empty: as sampling.n says
 
     state: State = State.WAITING
     from_outside: bool = False  # reserved, not submitted: its prompt KV comes from outside
@@ -50,12 +74,40 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in block_ids
     num_cached_tokens: int = 0  # prompt tokens found in the prefix tree when first scheduled
     num_announced_blocks: int = 0  # held sequences: blocks already reported ready
+    num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were reported; the first has none and is not counted
     num_preemptions: int = 0
+    was_admitted: bool = False
     rank: tuple[float, int] = (0.0, 0)  # less goes first, in every choice between sequences
+
+    def __post_init__(self) -> None:
+        self.choices = self.choices or range(self.sampling.n)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether logprobs of prompt tokens are still to be reported. For these the model has to be run."""
+        wanted = self.sampling.prompt_logprobs is not None and not self.from_outside
+        return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    def split(self) -> list[Sequence]:
+        """Sequences for all choices but the first, which alone is left to this one."""
+        others = [self._for_choice(choice) for choice in self.choices[1:]]
+        self.choices = self.choices[:1]
+        return others
+
+    def _for_choice(self, choice: int) -> Sequence:
+        return replace(
+            self,
+            token_ids=list(self.token_ids),
+            hashes=list(self.hashes),
+            choices=range(choice, choice + 1),
+            state=State.WAITING,
+            block_ids=[],
+            num_computed=0,
+        )
 
     def finish_reason(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the sequence ends with `token_id`, which is already in `token_ids`; None if it goes on."""
@@ -99,10 +151,35 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    token_id: int
+    logprobs: TokenLogprobs | None = None  # where asked for
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What a chunk gave: a token for each of the sequence's choices if it samples, or why the sequence failed."""
+
+    drawn: Items[Drawn] = ()
+    prompt_logprobs: Items[TokenLogprobs] = ()  # of the tokens after those reported before
+    error: HeadraceError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NewToken:
     sequence_id: str
     token_id: int
-    finish_reason: FinishReason | None  # set: the sequence is over
+    finish_reason: FinishReason | None  # set: the choice is over
+    choice: int = 0
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of the prompt's tokens from the second on, in order, as they become known."""
+
+    sequence_id: str
+    entries: Items[TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +210,13 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sequence is over with an error; the others go on."""
+    """The sequence is over with an error, all its choices are; other sequences go on."""
 
     sequence_id: str
     error: HeadraceError
 
 
-Event = NewToken | Started | BlocksReady | Reserved | Failed
+Event = NewToken | PromptLogprobs | Started | BlocksReady | Reserved | Failed
 
 
 @dataclass(slots=True)

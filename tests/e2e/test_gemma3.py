@@ -12,13 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 from headrace import gguf_metadata
-from headrace.clock import VirtualClock
-from headrace.config import DEFAULT_CACHE_DIR, EngineSettings
-from headrace.engine.block_pool import BlockPool
+from headrace.config import DEFAULT_CACHE_DIR
 from headrace.engine.engine import Engine
-from headrace.engine.kv_cache import KvCache
 from headrace.engine.sequence import NewToken, Sequence
-from headrace.engine.torch_runner import TorchRunner
 from headrace.engine.weights.load import load_model
 from headrace.errors import InvalidRequest, ModelError
 from headrace.model_config import ModelFiles
@@ -26,12 +22,13 @@ from headrace.model_store import resolve
 from headrace.sampling_params import SamplingParams
 from headrace.tokenizer import ChatMessage, load_tokenizer
 from tests.support.audit import assert_idle_pool
+from tests.support.engines import engine_for
 from tests.support.hf_reference import reference_greedy, reference_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_NEW_TOKENS = 10
-BLOCK_SIZE, NUM_BLOCKS = 32, 60
+NUM_BLOCKS = 60
 NEAR_TIE = 1e-4
 TEXTS = [
     "Hello world",
@@ -93,10 +90,7 @@ def test_answers_are_those_of_transformers(gemma_files, tmp_path):
     assert len(prompts[1]) > gemma_files.config.sliding_window
     theirs = reference_model(without_vocabulary(gemma_files, tmp_path / "gemma.gguf"))
     assert theirs.config.sliding_window == gemma_files.config.sliding_window
-    model = load_model(gemma_files, torch.float32)
-    settings = EngineSettings(num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK_SIZE, max_step_tokens=256)
-    runner = TorchRunner(model, KvCache.for_model(gemma_files.config, settings, torch.float32))
-    engine = Engine(runner, BlockPool(NUM_BLOCKS, BLOCK_SIZE), settings, frozenset(), VirtualClock())
+    engine = engine_for(gemma_files, num_blocks=NUM_BLOCKS, max_step_tokens=256)
     for number, prompt in enumerate(prompts):
         expected, gaps = reference_greedy(theirs, prompt, NUM_NEW_TOKENS)
         assert min(gaps) > NEAR_TIE  # equality is meant

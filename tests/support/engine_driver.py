@@ -10,7 +10,7 @@ from headrace.config import EngineSettings
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
 from headrace.engine.scripted_runner import ScriptedRunner
-from headrace.engine.sequence import Event, Failed, NewToken, Sequence, Started, StepOutput, StepPlan
+from headrace.engine.sequence import ChunkResult, Event, Failed, NewToken, Sequence, Started, StepOutput, StepPlan
 from headrace.errors import HeadraceError
 from headrace.sampling_params import SamplingParams
 
@@ -48,7 +48,7 @@ class RecordingRunner(ScriptedRunner):
         super().__init__(num_blocks, block_size_tokens, VOCAB_SIZE, forced)
         self.steps: list[list[tuple[str, int, int]]] = []
 
-    def run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
         self.steps.append([(chunk.sequence.id, chunk.start, chunk.num_tokens) for chunk in plan.chunks])
         return super().run(plan)
 

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from headrace.block_hash import extend
 from headrace.engine.scripted_runner import continuation
-from headrace.engine.sequence import BlocksReady, Failed, NewToken, Reserved, Started, StepOutput
+from headrace.engine.sequence import BlocksReady, ChunkResult, Failed, NewToken, Reserved, Started, StepOutput
 from headrace.errors import AlreadyExists, InternalError, NotFound, RequestCancelled, Unavailable
 from headrace.sampling_params import FinishReason, SamplingParams
 from tests.support.audit import assert_idle_pool, assert_sound
@@ -372,7 +372,7 @@ def test_a_step_that_raises_fails_its_own_sequences_only():
 def test_a_sequence_without_a_draw_fails():
     driver = EngineDriver()
     driver.submit("a", prompt(2))
-    driver.runner.run = lambda plan: {}
+    driver.runner.run = lambda plan: [ChunkResult()] * len(plan.chunks)
     driver.run()
     assert isinstance(driver.error("a"), InternalError)
 

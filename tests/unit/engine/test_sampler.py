@@ -70,20 +70,6 @@ def test_greedy_takes_the_first_of_the_largest():
     assert sample(logits, [draw(temperature=0.0)] * 2) == [7, 49]
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_row_that_is_not_finite_fails_alone(bad, temperature):
-    logits = random_logits(3)
-    draws = [draw(row, temperature=temperature) for row in range(3)]
-    expected = sample(logits, draws)
-    logits[1, 20] = bad
-    assert sample(logits, draws) == [expected[0], None, expected[2]]
-
-
-def test_all_rows_not_finite():
-    assert sample(torch.full((2, VOCAB_SIZE), torch.nan), [draw(), draw(temperature=0.0)]) == [None, None]
-
-
 def test_token_does_not_depend_on_the_batch():
     kinds = [
         {"temperature": 0.0},
@@ -91,6 +77,8 @@ def test_token_does_not_depend_on_the_batch():
         {"temperature": 0.7, "top_k": 5},
         {"temperature": 2.0, "top_p": 0.8},
         {"top_k": 20, "top_p": 0.5},
+        {"min_p": 0.1, "temperature": 1.5},
+        {"min_p": 0.02, "top_p": 0.9},
     ]
     draws = [draw(row, seed=row * 7919, **kinds[row % len(kinds)]) for row in range(40)]
     logits = random_logits(40)
@@ -146,6 +134,48 @@ def test_top_p_counts_within_top_k():
     # Of the two that top_k leaves, the first has 0.57.
     assert set(tokens_drawn(weights.log(), top_k=2, top_p=0.5).tolist()) == {5}
     assert set(tokens_drawn(weights.log(), top_k=2, top_p=0.6).tolist()) == {5, 11}
+
+
+def test_min_p_keeps_what_is_likely_beside_the_likeliest():
+    weights = torch.full((VOCAB_SIZE,), 1e-9)
+    weights[[5, 11, 2, 33]] = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    for min_p, expected in ((0.2, {5, 11, 2, 33}), (0.3, {5, 11, 2}), (0.7, {5, 11}), (1.0, {5})):
+        assert set(tokens_drawn(weights.log(), min_p=min_p).tolist()) == expected, min_p
+    # At a temperature of 0.5 the probabilities are in the ratio of their squares.
+    assert set(tokens_drawn(weights.log(), min_p=0.3, temperature=0.5).tolist()) == {5, 11}
+
+
+def test_top_p_counts_within_min_p():
+    weights = torch.full((VOCAB_SIZE,), 1e-9)
+    weights[[5, 11, 2, 33]] = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    # Of the two that min_p leaves, the first has 0.57.
+    assert set(tokens_drawn(weights.log(), min_p=0.6, top_p=0.5).tolist()) == {5}
+    assert set(tokens_drawn(weights.log(), min_p=0.6, top_p=0.6).tolist()) == {5, 11}
+
+
+def test_top_p_of_a_vocabulary_longer_than_the_candidates():
+    """A peaked row, which a few candidates decide, beside a flat one, for which all tokens must be looked at."""
+    vocab_size = 3000
+    logits = torch.zeros(2, vocab_size)
+    logits[0, :100] = 20.0
+    draws = [
+        draw(position, **kind)
+        for position in range(1500)
+        for kind in ({"top_p": 0.495}, {"top_p": 0.75, "seed": 1})
+    ]
+    tokens = sample(logits.repeat(1500, 1), draws)
+    kept = [set(tokens[0::2]), set(tokens[1::2])]
+    assert kept[0] == set(range(50))
+    assert max(kept[1]) < vocab_size * 0.75  # among equals the lower ids stay
+    assert max(kept[1]) > vocab_size * 0.74
+
+
+def test_filtered_row_does_not_depend_on_how_its_neighbours_are_sorted():
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4))
+    logits[0] *= 4
+    for position in range(60):
+        peaked, flat = draw(position, top_p=0.9, seed=2), draw(position, top_p=0.999, seed=3)
+        assert sample(logits, [peaked, flat])[0] == sample(logits[:1], [peaked])[0]
 
 
 def test_what_remains_keeps_its_proportions():

@@ -132,7 +132,7 @@ def test_only_the_first_few_that_wait_are_looked_at():
     small = desk.add("small", 1, first=200)
     assert desk.step() == [("running", 1, 1)]
     assert small.state is State.WAITING
-    desk.scheduler.end(desk.scheduler.find("large 0"))
+    desk.scheduler.end(desk.scheduler.find("large 0")[0])
     desk.step()
     assert small.state is State.RUNNING
 
@@ -168,7 +168,7 @@ def test_urgent_ones_go_first_and_equals_in_order_of_arrival():
     while desk.scheduler.alive():
         [(sequence_id, _, _)] = desk.step()
         order.append(sequence_id)
-        desk.scheduler.end(desk.scheduler.find(sequence_id))
+        desk.scheduler.end(desk.scheduler.find(sequence_id)[0])
     assert order == ["d", "b", "c", "a"]
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.engine.torch_runner import choose_dtype
 from headrace.engine.weights.gguf_file import GgufFile
 from headrace.engine.weights.load import load_model
 from headrace.engine.weights.stored_matrix import StoredMatrix
@@ -133,9 +132,3 @@ def test_rows_that_do_not_fit_their_quantization_are_refused(tmp_path, llama):
     files = patched(path, 4, (56).to_bytes(8, "little"))  # no whole number of blocks in a row
     with pytest.raises(ModelError, match=r"blk\.0\.ffn_up\.weight.*rows must be multiples of 32"):
         load_model(files, torch.float32)
-
-
-def test_dtypes_by_name():
-    assert choose_dtype("float32") is torch.float32
-    assert choose_dtype("bfloat16") is torch.bfloat16
-    assert choose_dtype("auto") in (torch.float32, torch.bfloat16)
