@@ -78,7 +78,7 @@ class HandOff:
         self._transfers: list[Transfer] = []
         self._asked = False
 
-    async def run(self, on_first_token: Callable[[int], bool]) -> int | None:
+    async def run(self, on_first_token: Callable[[kv_pb2.FirstToken], bool]) -> int | None:
         """Bring the KV here and let the sequence join the decode batch.
 
         `on_first_token(token)` is called as soon as the token arrives and returns whether the answer goes on. Returns
@@ -113,7 +113,7 @@ class HandOff:
             self._reservation.set_exception(event.error)
         return True
 
-    async def _exchange(self, peer: Peer, on_first_token: Callable[[int], bool]) -> int | None:
+    async def _exchange(self, peer: Peer, on_first_token: Callable[[kv_pb2.FirstToken], bool]) -> int | None:
         """Run the stream, the pull and the renewals; the stream decides how it ends."""
         pull = asyncio.create_task(self._pull(peer), name="pull")
         renew = asyncio.create_task(self._renew(peer), name="renew")
@@ -133,7 +133,7 @@ class HandOff:
                 task.cancel()
             await asyncio.gather(pull, renew, follow, return_exceptions=True)
 
-    async def _follow(self, peer: Peer, on_first_token: Callable[[int], bool]) -> int | None:
+    async def _follow(self, peer: Peer, on_first_token: Callable[[kv_pb2.FirstToken], bool]) -> int | None:
         """Read the prefill worker's stream to its first token."""
         self._asked = True
         call = peer.stub.Prefill(self._request(), timeout=self._task.timeout_s)
@@ -147,8 +147,8 @@ class HandOff:
                     elif kind == "blocks_ready":
                         self._note(event.blocks_ready)
                     elif kind == "first_token":
-                        token = event.first_token.token_id
-                        return token if on_first_token(token) else None
+                        token = event.first_token
+                        return token.token_id if on_first_token(token) else None
         finally:
             call.cancel()
         raise TransferFailed(f"{peer.worker_id} ended its stream without a first token")

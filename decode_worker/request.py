@@ -19,8 +19,8 @@ from decode_worker.session import End, HandOffReport, Session
 from headrace.block_hash import extend
 from headrace.engine.sequence import Event, Failed, NewToken, Sequence, Started, finish_reason
 from headrace.errors import Code, HeadraceError
-from headrace.rpc.convert import sampling_from_proto
-from headrace.rpc.v1 import worker_pb2
+from headrace.rpc.convert import logprobs_to_proto, sampling_from_proto
+from headrace.rpc.v1 import inference_pb2, kv_pb2, worker_pb2
 from headrace.sampling_params import FinishReason
 
 log = structlog.get_logger()
@@ -33,7 +33,6 @@ class Request:
         self._context = context
         self._start = start
         self._session = session
-        self._sampling = sampling_from_proto(start.sampling)
         self._token_ids = [*start.token_ids, *start.delivered_token_ids]
         self._root = context.root_digest(start.cache_salt)
         self._deadline = time.monotonic() + start.timeout_s
@@ -46,6 +45,7 @@ class Request:
         end = End(error_code=Code.INTERNAL, error_message="unexpected error, see the worker's log")
         try:
             async with asyncio.timeout(self._start.timeout_s):
+                self._sampling = sampling_from_proto(self._start.sampling)
                 end = End(finish_reason=await self._answer())
         except TimeoutError:
             end = End(error_code=Code.DEADLINE_EXCEEDED, error_message="the request's deadline passed")
@@ -128,9 +128,9 @@ class Request:
         num_blocks = await self._context.engine.call(lambda engine: engine.num_cached_blocks(hashes))
         return len(self._token_ids) - num_blocks * block_size
 
-    def _on_first_token(self, token_id: int) -> bool:
+    def _on_first_token(self, token: kv_pb2.FirstToken) -> bool:
         """The prefill worker's token, outside any step of our engine: sent on at once."""
-        reason = self._deliver(token_id)
+        reason = self._deliver(token.token_id, token.logprobs if token.HasField("logprobs") else None)
         self._session.flush()
         if reason is not None:
             self._finished.set_result(reason)
@@ -139,7 +139,7 @@ class Request:
     def _on_event(self, event: Event) -> None:
         match event:
             case NewToken():
-                self._deliver(event.token_id)
+                self._deliver(event.token_id, event.logprobs and logprobs_to_proto(event.logprobs))
                 if event.finish_reason is not None:
                     self._finished.set_result(event.finish_reason)
             case Started():
@@ -149,9 +149,9 @@ class Request:
             case _:
                 pass
 
-    def _deliver(self, token_id: int) -> FinishReason | None:
+    def _deliver(self, token_id: int, logprobs: inference_pb2.TokenLogprobs | None) -> FinishReason | None:
         self._token_ids.append(token_id)
-        self._session.add_token(self._start.request_id, token_id)
+        self._session.add_token(self._start.request_id, token_id, logprobs)
         num_output = len(self._token_ids) - len(self._start.token_ids)
         return finish_reason(self._sampling, token_id, num_output, self._context.eos_token_ids)
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from headrace.rpc.v1 import worker_pb2
+from headrace.rpc.v1 import inference_pb2, worker_pb2
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class End:
 @dataclass(slots=True)
 class _Delta:
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
     end: worker_pb2.SequenceEnd | None = None
 
 
@@ -47,8 +48,11 @@ class Session:
         self._pending: dict[str, _Delta] = {}
         self._ready = asyncio.Event()
 
-    def add_token(self, request_id: str, token_id: int) -> None:
-        self._delta(request_id).token_ids.append(token_id)
+    def add_token(self, request_id: str, token_id: int, logprobs: inference_pb2.TokenLogprobs | None) -> None:
+        delta = self._delta(request_id)
+        delta.token_ids.append(token_id)
+        if logprobs is not None:
+            delta.logprobs.append(logprobs)
 
     def add_end(self, request_id: str, end: End, report: HandOffReport) -> None:
         self._delta(request_id).end = worker_pb2.SequenceEnd(
@@ -78,7 +82,12 @@ class Session:
             yield worker_pb2.StepFrame(
                 incarnation=self._incarnation,
                 deltas=[
-                    worker_pb2.SequenceDelta(request_id=request_id, token_ids=delta.token_ids, end=delta.end)
+                    worker_pb2.SequenceDelta(
+                        request_id=request_id,
+                        token_ids=delta.token_ids,
+                        end=delta.end,
+                        logprobs=delta.logprobs,
+                    )
                     for request_id, delta in pending.items()
                 ],
             )

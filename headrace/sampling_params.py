@@ -48,7 +48,9 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0  # of the likeliest token's probability
-    repetition_penalty: float = 1.0  # logits of tokens in prompt or answer are divided by it, negative ones multiplied
+    repetition_penalty: float = (
+        1.0  # logits of tokens in prompt or answer are divided by it, negative ones multiplied
+    )
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer …
     frequency_penalty: float = 0.0  # … and this as often as they are in it
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
@@ -157,7 +159,9 @@ def _check_grammar(params: SamplingParams) -> None:
     check_grammar(params.grammar)
     for name in ("ignore_eos", "min_tokens"):
         if getattr(params, name):
-            raise InvalidRequest(name, getattr(params, name), "can not be combined with a grammar, which sets the end")
+            raise InvalidRequest(
+                name, getattr(params, name), "can not be combined with a grammar, which sets the end"
+            )
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -16,7 +16,7 @@ import grpc
 from headrace.engine.sequence import BlocksReady, Event, Failed, NewToken, Sequence, Started
 from headrace.engine_client import EngineClient
 from headrace.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, WorkerGone
-from headrace.rpc.convert import sampling_from_proto
+from headrace.rpc.convert import logprobs_to_proto, sampling_from_proto
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc
 from kv_transfer.peers import Peers
 
@@ -119,7 +119,9 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
                     blocks = await self._announcement(event, with_checksums=with_checksums)
                     yield kv_pb2.PrefillEvent(blocks_ready=blocks)
                 case NewToken():
-                    yield kv_pb2.PrefillEvent(first_token=kv_pb2.FirstToken(token_id=event.token_id))
+                    logprobs = event.logprobs and logprobs_to_proto(event.logprobs)
+                    token = kv_pb2.FirstToken(token_id=event.token_id, logprobs=logprobs)
+                    yield kv_pb2.PrefillEvent(first_token=token)
                     return
                 case Failed():
                     raise event.error

@@ -18,7 +18,7 @@ from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.errors import Overloaded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
-from headrace.rpc.v1 import worker_pb2
+from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
 from router.ledger import Charge, Ledger
@@ -38,6 +38,7 @@ class Update:
 
     text: str
     token_ids: list[int]
+    logprobs: list[inference_pb2.TokenLogprobs]  # one for each token, where asked for
     finish_reason: FinishReason | None = None
     end: worker_pb2.SequenceEnd | None = None
 
@@ -161,25 +162,21 @@ class Dispatcher:
                 progress.first_token_at = time.monotonic()
                 charge.prefilled()
             token_ids, piece = _push(text, delta.token_ids, stops=bool(request.sampling.stop_strings))
+            logprobs = delta.logprobs[: len(token_ids)]
             progress.num_output_tokens += len(token_ids)
             charge.generated(len(token_ids))
             if text.stopped:
                 end = delta.end or await _aborted(session, stream)
-                yield _last(piece, token_ids, FinishReason.STOP, end, progress)
+                progress.ended_at = time.monotonic()
+                yield Update(piece, token_ids, logprobs, FinishReason.STOP, end)
                 return
             if delta.end is not None:
                 reason = FinishReason(delta.end.finish_reason)
-                yield _last(piece + text.finish(), token_ids, reason, delta.end, progress)
+                progress.ended_at = time.monotonic()
+                yield Update(piece + text.finish(), token_ids, logprobs, reason, delta.end)
                 return
             if token_ids:
-                yield Update(piece, token_ids)
-
-
-def _last(
-    text: str, token_ids: list[int], reason: FinishReason, end: worker_pb2.SequenceEnd, progress: Progress
-) -> Update:
-    progress.ended_at = time.monotonic()
-    return Update(text, token_ids, reason, end)
+                yield Update(piece, token_ids, logprobs)
 
 
 def _push(text: IncrementalDetokenizer, token_ids: list[int], *, stops: bool) -> tuple[list[int], str]:

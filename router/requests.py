@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.errors import InvalidRequest, NotFound
 from headrace.model_config import ModelFiles
+from headrace.rpc.convert import LISTS, NUMBERS, grammar_from_proto
 from headrace.rpc.v1 import inference_pb2
 from headrace.sampling_params import SamplingParams, check_token_ids, validate
 from headrace.tokenizer import ChatMessage, Tokenizer
@@ -122,17 +124,16 @@ class RequestParser:
 
     def _sampling(self, message: inference_pb2.SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         limit = self._model.max_model_tokens
-        given = {
-            name: getattr(message, name)
-            for name in ("temperature", "top_k", "top_p", "seed", "ignore_eos")
-            if message.HasField(name)
-        }
+        names = (*NUMBERS, "logprobs")
+        given: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
+        given |= {name: tuple(getattr(message, name)) for name in LISTS}
         params = SamplingParams(
             max_tokens=message.max_tokens
             if message.HasField("max_tokens")
             else max(1, limit - num_prompt_tokens),
-            stop_token_ids=tuple(message.stop_token_ids),
             stop_strings=tuple(message.stop),
+            logit_bias=tuple(message.logit_bias.items()),
+            grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
             **given,
         )
         return validate(

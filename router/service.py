@@ -74,7 +74,7 @@ def _response(
     request: GenerationRequest, update: Update, progress: Progress
 ) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
-        request_id=request.label, text=update.text, token_ids=update.token_ids
+        request_id=request.label, text=update.text, token_ids=update.token_ids, logprobs=update.logprobs
     )
     if update.finish_reason is None or update.end is None:
         return response

@@ -13,7 +13,7 @@ from headrace.config import RpcSettings
 from headrace.errors import Code, HeadraceError, PeerError, WorkerGone
 from headrace.rpc.channel import open_channel
 from headrace.rpc.status import from_rpc_error
-from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
+from headrace.rpc.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger()
 
@@ -25,6 +25,7 @@ class Delta:
     """What came for one request since it was last asked for. The last one has `end`."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
     end: worker_pb2.SequenceEnd | None = None
 
 
@@ -40,6 +41,7 @@ class AnswerStream:
 
     def push(self, message: worker_pb2.SequenceDelta) -> None:
         self._delta.token_ids.extend(message.token_ids)
+        self._delta.logprobs.extend(message.logprobs)
         if message.HasField("end"):
             self._delta.end = message.end
             self.ended = True

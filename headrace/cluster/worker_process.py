@@ -9,7 +9,6 @@ Three threads do the work: the engine's, the transfer's, and the event loop for 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -17,7 +16,6 @@ from typing import Any
 
 import grpc
 import structlog
-import torch
 
 from decode_worker.hand_off import DecodeContext
 from decode_worker.service import DecodeWorker
@@ -30,9 +28,7 @@ from headrace.directory.records import Role, WorkerLoad, WorkerRecord
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
-from headrace.engine.kv_cache import KvCache
 from headrace.engine.load import load_runner
-from headrace.engine.torch_runner import TorchRunner
 from headrace.engine_client import EngineClient
 from headrace.errors import InvalidRequest
 from headrace.model_store import resolve

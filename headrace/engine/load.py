@@ -28,7 +28,9 @@ def load_runner(
     backend = chosen_backend(engine.backend)
     dtype = choose_dtype(model.dtype, backend)
     cache = KvCache.for_model(files.config, engine, dtype)
-    weights = load_model(files, dtype, progress, quantization=choose_quantization(model.quantization, backend))
+    weights = load_model(
+        files, dtype, progress, quantization=choose_quantization(model.quantization, backend)
+    )
     forward = load_forward(weights, cache, engine)
     return TorchRunner(forward, cache, files.config.vocab_size, files.eos_token_ids), cache
 

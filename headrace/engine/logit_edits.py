@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import structlog
 import torch
 
 from headrace.engine.sequence import Constraint, Sequence
 from headrace.errors import HeadraceError, InternalError, InvalidRequest
 from headrace.sampling_params import SamplingParams
+
+log = structlog.get_logger()
 
 _WORD_BITS = 32
 
@@ -38,7 +41,8 @@ class LogitEdits:
         errors = self._constrain(logits_NV, sequences)
         self._forbid(logits_NV, sequences)
         for row in (logits_NV.amax(-1) == -torch.inf).nonzero().flatten().tolist():
-            errors.setdefault(row, _nothing_left(sequences[row].sampling))
+            if row not in errors:
+                errors[row] = _nothing_left(sequences[row])
         return errors
 
     def _penalize(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> None:
@@ -78,6 +82,7 @@ class LogitEdits:
             except HeadraceError as error:
                 errors[row] = error
             except Exception as error:  # a library's: whatever it is, it is this sequence's alone
+                log.exception("grammar failed", sequence=sequences[row].id)
                 errors[row] = InternalError(f"the grammar failed: {error!r}")
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         logits_NV[rows] = logits_NV[rows].masked_fill_(torch.from_numpy(bits) == 0, -torch.inf)
@@ -178,7 +183,8 @@ def _keep_allowed(logits_NV: torch.Tensor, samplings: list[SamplingParams]) -> N
             logits_NV[row, ids] = kept
 
 
-def _nothing_left(sampling: SamplingParams) -> HeadraceError:
-    limits = ("grammar", "allowed_token_ids", "banned_token_ids", "min_tokens")
-    given = [name for name in limits if getattr(sampling, name)]
+def _nothing_left(sequence: Sequence) -> HeadraceError:
+    limits = ("allowed_token_ids", "banned_token_ids", "min_tokens")
+    given = ["grammar"] if sequence.constraint is not None else []
+    given += [name for name in limits if getattr(sequence.sampling, name)]
     return InvalidRequest(given[0], "", f"{' and '.join(given)} leave no token to draw")

@@ -40,7 +40,7 @@ class Constraint(Protocol):
         ...
 
     def fill_mask(self, words: np.ndarray) -> None:
-        """Set the bits of allowed tokens in uint32 [vocabulary / 32, rounded up], lowest bit first; clear the others."""
+        """Set the bits of allowed tokens, clear the others: uint32 [vocabulary / 32, rounded up], lowest bit first."""
         ...
 
     def accept(self, token_id: int) -> None: ...
@@ -65,7 +65,9 @@ class Sequence:
     priority: int = 0  # MIN_PRIORITY..MAX_PRIORITY; lower is more urgent
     retention: int = 0  # 0..MAX_RETENTION: the prompt's cached blocks are evicted after those of lower levels
     constraint: Constraint | None = None  # before its first token
-    choices: range = range(0)  # numbers of the answers that this sequence stands for; empty: as sampling.n says
+    choices: range = range(
+        0
+    )  # numbers of the answers that this sequence stands for; empty: as sampling.n says
 
     state: State = State.WAITING
     from_outside: bool = False  # reserved, not submitted: its prompt KV comes from outside
@@ -74,7 +76,9 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in block_ids
     num_cached_tokens: int = 0  # prompt tokens found in the prefix tree when first scheduled
     num_announced_blocks: int = 0  # held sequences: blocks already reported ready
-    num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were reported; the first has none and is not counted
+    num_prompt_logprobs: int = (
+        0  # prompt tokens whose logprobs were reported; the first has none and is not counted
+    )
     num_preemptions: int = 0
     was_admitted: bool = False
     rank: tuple[float, int] = (0.0, 0)  # less goes first, in every choice between sequences

@@ -1,4 +1,4 @@
-"""The model runner on torch: a step plan becomes one forward pass over all its tokens, then a draw for each sequence."""
+"""The model runner: a step plan becomes one forward pass over all its tokens, then a draw for each sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ class TorchRunner:
     """Implements `ModelRunner`."""
 
     def __init__(
-        self, forward: ForwardPass, cache: KvCache, vocab_size: int, eos_token_ids: frozenset[int] = frozenset()
+        self,
+        forward: ForwardPass,
+        cache: KvCache,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._forward = forward
         self._cache = cache
@@ -37,7 +41,7 @@ class TorchRunner:
         """One forward pass. If it fails, each chunk gets one of its own, so that only those fail that have to."""
         try:
             return self._run(plan)
-        except (RuntimeError, IndexError):  # what torch raises
+        except Exception:  # whatever one sequence brings about, the others go on
             if len(plan.chunks) == 1:
                 raise
             log.exception("step failed, running its chunks one by one", chunks=len(plan.chunks))
@@ -63,13 +67,14 @@ class TorchRunner:
     def _run_alone(self, chunk: Chunk) -> ChunkResult:
         try:
             return self._run(StepPlan([chunk]))[0]
-        except (RuntimeError, IndexError) as error:
+        except Exception as error:  # as above
+            log.exception("chunk failed", sequence=chunk.sequence.id)
             return ChunkResult(error=InternalError(f"the model failed: {error}"))
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> list[ChunkResult]:
         last_rows = self._forward.run(plan)
-        prompts = [
+        prompts: list[Items[TokenLogprobs]] = [
             self._prompt_logprobs(chunk, last_row) if chunk.sequence.lacks_prompt_logprobs else ()
             for chunk, last_row in zip(plan.chunks, last_rows, strict=True)
         ]
@@ -121,7 +126,8 @@ def _not_finite(logits_NV: torch.Tensor) -> dict[int, HeadraceError]:
     low_N, high_N = logits_NV.aminmax(dim=-1)  # NaN wins both
     bad_N = ~(low_N.isfinite() & high_N.isfinite())
     return {
-        row: InternalError("the model gave logits that are not finite") for row in bad_N.nonzero()[:, 0].tolist()
+        row: InternalError("the model gave logits that are not finite")
+        for row in bad_N.nonzero()[:, 0].tolist()
     }
 
 

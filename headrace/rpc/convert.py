@@ -1,31 +1,75 @@
-"""Plain data to protobuf messages and back, for messages between our own processes."""
+"""Plain data to protobuf messages and back."""
 
 from __future__ import annotations
 
-from headrace.rpc.v1 import worker_pb2
-from headrace.sampling_params import SamplingParams
+import json
+from typing import Any
+
+from headrace.errors import InvalidRequest
+from headrace.grammar import Grammar, GrammarKind
+from headrace.rpc.v1 import inference_pb2, worker_pb2
+from headrace.sampling_params import SamplingParams, TokenLogprobs
+
+# Fields that have one name and one form in SamplingParams and in both messages.
+NUMBERS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+LISTS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
 
 
 def sampling_to_proto(sampling: SamplingParams) -> worker_pb2.EngineSampling:
     """Stop strings stay behind: they are the router's."""
-    return worker_pb2.EngineSampling(
+    message = worker_pb2.EngineSampling(
         max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
+        logit_bias=dict(sampling.logit_bias),
+        logprobs=sampling.logprobs,
+        grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
     )
+    for name in NUMBERS:
+        setattr(message, name, getattr(sampling, name))
+    for name in LISTS:
+        getattr(message, name).extend(getattr(sampling, name))
+    return message
 
 
 def sampling_from_proto(message: worker_pb2.EngineSampling) -> SamplingParams:
+    """Raises InvalidRequest for a grammar that is empty."""
+    same: dict[str, Any] = {name: getattr(message, name) for name in NUMBERS}
+    same |= {name: tuple(getattr(message, name)) for name in LISTS}
     return SamplingParams(
         max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
+        logit_bias=tuple(message.logit_bias.items()),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
+        **same,
+    )
+
+
+def grammar_to_proto(grammar: Grammar) -> inference_pb2.Grammar:
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return inference_pb2.Grammar(json_object=True)
+    if grammar.kind is GrammarKind.CHOICE:
+        return inference_pb2.Grammar(choice=inference_pb2.Choices(texts=json.loads(grammar.text)))
+    message = inference_pb2.Grammar()
+    setattr(message, grammar.kind.value, grammar.text)
+    return message
+
+
+def grammar_from_proto(message: inference_pb2.Grammar) -> Grammar:
+    """Raises InvalidRequest when no kind is set."""
+    kind = message.WhichOneof("kind")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        raise InvalidRequest("grammar", kind, f"one of {', '.join(GrammarKind)} must be set")
+    if kind == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT, "")
+    text = json.dumps(list(message.choice.texts)) if kind == "choice" else getattr(message, kind)
+    return Grammar(GrammarKind(kind), text)
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
     )

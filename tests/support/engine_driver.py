@@ -10,7 +10,16 @@ from headrace.config import EngineSettings
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
 from headrace.engine.scripted_runner import ScriptedRunner
-from headrace.engine.sequence import ChunkResult, Event, Failed, NewToken, Sequence, Started, StepOutput, StepPlan
+from headrace.engine.sequence import (
+    ChunkResult,
+    Event,
+    Failed,
+    NewToken,
+    Sequence,
+    Started,
+    StepOutput,
+    StepPlan,
+)
 from headrace.errors import HeadraceError
 from headrace.sampling_params import SamplingParams
 

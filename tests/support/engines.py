@@ -15,7 +15,12 @@ BLOCK_SIZE = 32
 
 
 def engine_for(
-    files: ModelFiles, *, dtype: str = "float32", quantization: str = "none", ends: bool = False, **engine: Any
+    files: ModelFiles,
+    *,
+    dtype: str = "float32",
+    quantization: str = "none",
+    ends: bool = False,
+    **engine: Any,
 ) -> Engine:
     """`ends`: stop at the model's end-of-text tokens.
 

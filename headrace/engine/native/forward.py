@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -100,9 +99,7 @@ class _Weights:
         struct.head = self._matrix(head.weight, head.bias)
         struct.embedding = struct.head if embedding is head.weight else self._matrix(embedding, None)
 
-    def _fill_layer(
-        self, to: library.Layer, layer: decoder.Layer, config: ModelConfig, number: int
-    ) -> None:
+    def _fill_layer(self, to: library.Layer, layer: decoder.Layer, config: ModelConfig, number: int) -> None:
         to.qkv = self._linear(layer.qkv)
         to.output = self._linear(layer.output)
         gate_up = layer.gate_up

@@ -7,7 +7,7 @@ missing, and the engine computes with torch.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -52,7 +52,10 @@ class Layer(ctypes.Structure):
 
 class Model(ctypes.Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
+        *(
+            (name, c_int64)
+            for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")
+        ),
         ("is_f32", c_int64),
         ("gelu", c_int64),
         ("max_tokens", c_int64),

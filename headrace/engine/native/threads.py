@@ -11,8 +11,9 @@ from headrace.engine.native import library
 
 
 class Team:
-    """`num_threads` threads, of which the caller of a kernel is the first. Where there is one for each core of the process
-    they are pinned to them, the caller at its first call: two that share a core would wait for each other's time slice.
+    """`num_threads` threads, of which the caller of a kernel is the first. Where there is one for each core of the
+    process they are pinned to them, the caller at its first call: two that share a core would wait for each other's
+    time slice.
     """
 
     def __init__(self, num_threads: int) -> None:

@@ -1,3 +1,4 @@
+from headrace.rpc.v1 import inference_pb2 as _inference_pb2
 from headrace.rpc.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -102,10 +103,12 @@ class BlocksReady(_message.Message):
     def __init__(self, first_index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id",)
+    __slots__ = ("token_id", "logprobs")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
-    def __init__(self, token_id: _Optional[int] = ...) -> None: ...
+    logprobs: _inference_pb2.TokenLogprobs
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("lease_id", "incarnation")

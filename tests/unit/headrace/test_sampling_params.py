@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.errors import InvalidRequest
+from headrace.grammar import Grammar, GrammarKind
 from headrace.sampling_params import SamplingParams, check_token_ids, validate
 
 VOCAB, LIMIT = 100, 64
@@ -57,9 +58,71 @@ def test_pa_01_top_k_over_the_vocabulary_is_off(value, kept):
     assert checked(top_k=value).top_k == kept
 
 
-@pytest.mark.parametrize("value", [-1, -2, -(10**9)])
+@pytest.mark.parametrize("value", [-2, -(10**9)])
 def test_pa_01_negative_top_k_is_refused(value):
     refused("top_k", top_k=value)
+
+
+def test_pa_01_top_k_of_minus_one_is_off():
+    assert checked(top_k=-1).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("min_p", [math.nan, math.inf, -0.1, 1.01]),
+        ("repetition_penalty", [math.nan, math.inf, 0, -1, 1e9]),
+        ("presence_penalty", [math.nan, -math.inf, -2.1, 2.1, 1e9]),
+        ("frequency_penalty", [math.nan, math.inf, -2.1, 2.1, 1e9]),
+        ("min_tokens", [-1, 2, 10**18]),
+        ("logprobs", [-1, 21, 10**6]),
+        ("prompt_logprobs", [-1, 21, 10**6]),
+        ("n", [0, -1, 65, 1000, 10**6]),
+    ],
+)
+def test_pa_01_pa_04_out_of_range_is_refused_and_named(field, values):
+    for value in values:
+        refused(field, **{field: value})
+
+
+def test_pa_01_both_ends_of_each_range_are_taken():
+    checked(min_p=0.0, repetition_penalty=0.01, presence_penalty=-2.0, frequency_penalty=2.0)
+    checked(min_p=1.0, repetition_penalty=100.0, presence_penalty=2.0, frequency_penalty=-2.0)
+    checked(min_tokens=1, logprobs=0, prompt_logprobs=20, n=64)
+
+
+@pytest.mark.parametrize("bias", [math.nan, math.inf, -math.inf, 100.1, -100.1])
+def test_pa_01_bias_out_of_range_is_refused_with_its_token(bias):
+    refused("logit_bias[7]", logit_bias=((3, 1.0), (7, bias)))
+
+
+@pytest.mark.parametrize("token_id", [VOCAB, -1, 2**63])
+def test_pa_02_bias_of_a_token_outside_the_vocabulary(token_id):
+    assert str(token_id) in refused("logit_bias", logit_bias=((0, 1.0), (token_id, 1.0)))
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "banned_token_ids"])
+def test_pa_02_lists_of_tokens_outside_the_vocabulary(field):
+    refused(field, **{field: (0, VOCAB)})
+    checked(**{field: (0, VOCAB - 1)})
+
+
+def test_pa_04_long_lists_are_refused():
+    refused("logit_bias", logit_bias=tuple((i % VOCAB, 1.0) for i in range(1025)))
+    refused("allowed_token_ids", allowed_token_ids=(1,) * 4097)
+    refused("banned_token_ids", banned_token_ids=(1,) * 4097)
+
+
+def test_lists_that_leave_no_token_are_refused():
+    refused("allowed_token_ids", allowed_token_ids=(1, 2), banned_token_ids=(2, 1))
+    checked(allowed_token_ids=(1, 2), banned_token_ids=(2,))
+
+
+def test_settings_that_a_grammar_excludes_are_refused():
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    refused("ignore_eos", grammar=grammar, ignore_eos=True)
+    refused("min_tokens", grammar=grammar, min_tokens=1)
+    checked(grammar=grammar)
 
 
 @pytest.mark.parametrize("token_ids", [[-1], [VOCAB], [2**63], [0, 1, VOCAB, 2]])
