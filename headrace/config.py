@@ -76,6 +76,9 @@ class EngineSettings(_Section):
     kv_quantization: Literal["none", "int8", "fp8"] = Field(
         default="none", description="8 bits for each number of the KV cache; none: the model's dtype"
     )
+    grammar_timeout_s: Seconds = Field(
+        default=5.0, description="a grammar that takes longer to compile is refused"
+    )
     stall_warning_s: Seconds = Field(
         default=10.0, description="work waiting and nothing scheduled for this long is logged"
     )

@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from headrace.engine.engine import Engine
 from headrace.engine.engine_thread import EngineThread
-from headrace.engine.sequence import Event, Sequence, StepOutput
+from headrace.engine.sequence import Constraint, Event, Sequence, StepOutput
 from headrace.errors import InvalidRequest
+from headrace.grammar import Grammar
 from headrace.model_config import ModelConfig
 from headrace.sampling_params import check_token_ids, validate
 
@@ -24,11 +25,19 @@ class EngineClient:
     """Used on the event loop's thread only, `deliver` excepted."""
 
     def __init__(
-        self, engine: Engine, config: ModelConfig, on_cache_change: Callable[[list[bytes], list[bytes]], None]
+        self,
+        engine: Engine,
+        config: ModelConfig,
+        compile_grammar: Callable[[Grammar], Constraint],
+        on_cache_change: Callable[[list[bytes], list[bytes]], None],
     ) -> None:
-        """`on_cache_change(stored, removed)` gets the block hashes of each step, on the event loop."""
+        """`compile_grammar` is called on other threads; it may block for a bounded time, and raises HeadraceErrors.
+
+        `on_cache_change(stored, removed)` gets the block hashes of each step, on the event loop.
+        """
         self._loop = asyncio.get_running_loop()
         self._config = config
+        self._compile_grammar = compile_grammar
         self._on_cache_change = on_cache_change
         self._subscribers: dict[str, Callable[[Event], None]] = {}
         self._after_step: list[Callable[[], None]] = []
@@ -36,12 +45,12 @@ class EngineClient:
 
     async def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises InvalidRequest, Overloaded or AlreadyExists."""
-        self._check(sequence)
+        await self._prepare(sequence)
         await self.call(lambda engine: engine.submit(sequence))
 
     async def reserve(self, sequence: Sequence) -> None:
         """Queue a sequence whose KV comes from outside. Raises as `submit`."""
-        self._check(sequence)
+        await self._prepare(sequence)
         await self.call(lambda engine: engine.reserve(sequence))
 
     def post(self, command: Callable[[Engine], object]) -> None:
@@ -65,12 +74,19 @@ class EngineClient:
         """`callback` runs once after each step's events were given out."""
         self._after_step.append(callback)
 
+    async def _prepare(self, sequence: Sequence) -> None:
+        """Nothing that can be refused gets into the engine."""
+        self._check(sequence)
+        grammar = sequence.sampling.grammar
+        if grammar is not None:
+            sequence.constraint = await asyncio.to_thread(self._compile_grammar, grammar)
+
     def _check(self, sequence: Sequence) -> None:
         """The engine's own guard: what the front door checked is checked again for whoever calls a worker directly."""
         if not sequence.token_ids:
             raise InvalidRequest("prompt", 0, "needs at least one token")
         check_token_ids("token_ids", sequence.token_ids, self._config.vocab_size)
-        validate(
+        sequence.sampling = validate(
             sequence.sampling,
             num_prompt_tokens=sequence.num_prompt_tokens,
             max_model_tokens=self._config.max_model_tokens,

@@ -12,6 +12,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -29,11 +30,15 @@ from headrace.directory.redis_directory import RedisDirectory
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
 from headrace.engine.load import load_runner
+from headrace.engine.sequence import Constraint
+from headrace.engine.structured import GrammarCompiler
 from headrace.engine_client import EngineClient
 from headrace.errors import InvalidRequest
+from headrace.grammar import Grammar
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.tokenizer import load_tokenizer
 from kv_transfer.layout import KvLayout
 from kv_transfer.peers import Peers
 from kv_transfer.registry import create_transport
@@ -147,7 +152,9 @@ class WorkerProcess:
         )
         self._cleanup.push_async_callback(self._transfers.close)
         await self._transfers.start()
-        self._engine = EngineClient(self._core, self._files.config, self._publish_blocks)
+        self._engine = EngineClient(
+            self._core, self._files.config, self._compile_grammar, self._publish_blocks
+        )
 
     async def _serve(self) -> None:
         """Everything that others see of this worker, the directory last."""
@@ -176,6 +183,18 @@ class WorkerProcess:
         await self._publisher.start()
         self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)
+
+    def _compile_grammar(self, grammar: Grammar) -> Constraint:
+        """On any thread."""
+        return self._grammars.compile_within(grammar, self._settings.engine.grammar_timeout_s)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Made for the first grammar: the tokenizer takes memory that most workers do not need."""
+        config = self._files.config
+        return GrammarCompiler(
+            load_tokenizer(self._files), vocab_size=config.vocab_size, eos_token_ids=self._files.eos_token_ids
+        )
 
     async def _end_background(self) -> None:
         for task in self._background:

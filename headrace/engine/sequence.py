@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError
 from headrace.sampling_params import FinishReason, SamplingParams, TokenLogprobs
@@ -39,7 +40,7 @@ class Constraint(Protocol):
         """The same, before the first token."""
         ...
 
-    def fill_mask(self, words: np.ndarray) -> None:
+    def fill_mask(self, row: NDArray[np.uint32]) -> None:
         """Set the bits of allowed tokens, clear the others: uint32 [vocabulary / 32, rounded up], lowest bit first."""
         ...
 

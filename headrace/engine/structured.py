@@ -80,6 +80,10 @@ class GrammarCompiler:
         """
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
+        if not eos_token_ids:
+            raise InvalidRequest(
+                "grammar", "", "the model declares no end-of-text token, with which an answer could end"
+            )
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
         self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=sorted(eos_token_ids))
         self._vocab_size = vocab_size
@@ -218,8 +222,8 @@ class Constraint:
             fresh.accept(token_id)
         self._matcher, self._is_alone, self._token_ids = fresh._matcher, fresh._is_alone, fresh._token_ids
 
-    def clone_at_start(self) -> Constraint:
-        """Another sequence with the same grammar, at its beginning."""
+    def fresh(self) -> Constraint:
+        """For another sequence with the same grammar, at its beginning."""
         return Constraint(self._compiled, self._vocab_size)
 
     @staticmethod

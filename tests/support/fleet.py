@@ -93,6 +93,7 @@ def _is_idle(status: worker_pb2.StatusResponse) -> bool:
 class Answer:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
         self.end = worker_pb2.SequenceEnd()
         self.started = asyncio.Event()  # the first token is here
         self.ended = asyncio.Event()
@@ -147,6 +148,7 @@ class RouterSession:
             for delta in frame.deltas:
                 answer = self._answers[delta.request_id]
                 answer.token_ids.extend(delta.token_ids)
+                answer.logprobs.extend(entry.logprob for entry in delta.logprobs)
                 if answer.token_ids:
                     answer.started.set()
                 if delta.HasField("end"):

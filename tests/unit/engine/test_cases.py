@@ -10,9 +10,10 @@ import pytest
 
 from headrace.block_hash import HashRoot, block_hashes
 from headrace.engine.scripted_runner import continuation
-from headrace.engine.sequence import Event, NewToken, State
+from headrace.engine.sequence import Constraint, Event, NewToken, State
 from headrace.engine_client import EngineClient
 from headrace.errors import InvalidRequest
+from headrace.grammar import Grammar
 from headrace.model_config import ModelConfig
 from headrace.sampling_params import FinishReason
 from tests.support.audit import assert_idle_pool, assert_sound
@@ -199,9 +200,13 @@ MODEL = ModelConfig(
 )
 
 
+def no_grammars(grammar: Grammar) -> Constraint:
+    raise AssertionError("there is none")
+
+
 async def serve(driver: EngineDriver, num_prompt_tokens: int, max_tokens: int) -> list[NewToken]:
     """All tokens of one request that comes to an engine directly, past the front door."""
-    client = EngineClient(driver.engine, MODEL, lambda stored, removed: None)
+    client = EngineClient(driver.engine, MODEL, no_grammars, lambda stored, removed: None)
     events: asyncio.Queue[Event] = asyncio.Queue()
     client.thread.start()
     try:

@@ -109,7 +109,7 @@ def spell(constraint: Constraint, text: str) -> Constraint:
 
 def takes(constraint: Constraint, text: str) -> bool:
     """Whether the text, byte by byte, is a whole answer."""
-    constraint = constraint.clone_at_start()
+    constraint = constraint.fresh()
     for byte in text.encode():
         if byte not in allowed(constraint):
             return False
@@ -224,7 +224,7 @@ def test_a_token_that_is_not_allowed_is_an_error_and_stays_one(small, token_id):
 def test_ids_without_a_text_are_never_allowed(small, grammar):
     constraint = small.compile(grammar)
     for text in ("", '"a'):
-        found = allowed(spell(constraint.clone_at_start(), text))
+        found = allowed(spell(constraint.fresh(), text))
         assert len(found) > 1
         assert CONTROL not in found
         assert max(found) <= max(WORDS)
@@ -321,7 +321,7 @@ def test_replay_is_the_same_as_going_step_by_step(small):
     stepped = small.compile(json_schema(PERSON))
     spell(stepped, HALF)
     for before in ("", HALF, '{"name":"x"'):
-        replayed = spell(stepped.clone_at_start(), before)
+        replayed = spell(stepped.fresh(), before)
         replayed.replay(list(HALF.encode()))
         assert allowed(replayed) == allowed(stepped)
         assert not replayed.is_finished
@@ -343,14 +343,14 @@ def test_replay_heals_what_failed_and_can_itself_fail(small):
 
 def test_children_go_their_own_way(small):
     first = spell(small.compile(regex("(abc|xyz)")), "ab")
-    second = spell(first.clone_at_start(), "x")
+    second = spell(first.fresh(), "x")
     assert allowed(first) == [ord("c")]
     assert allowed(second) == [ord("y")]
 
 
 def test_a_batch_gets_the_masks_that_each_would_get_alone(small):
     start = small.compile(json_schema(PERSON))
-    constraints = [spell(start.clone_at_start(), HALF[:length]) for length in range(len(HALF) + 1)]
+    constraints = [spell(start.fresh(), HALF[:length]) for length in range(len(HALF) + 1)]
     constraints.append(spell(small.compile(choice("a")), "a"))
     rows = np.full((len(constraints), words()), 0xFFFFFFFF, dtype=np.uint32)
     assert fill_masks(constraints, rows) == [None] * len(constraints)
@@ -526,7 +526,7 @@ def test_so_01_e_a_matcher_that_fails_later_fails_its_own_sequence_only(weak):
     assert not doomed.is_finished
     assert allowed(waiting) == expected
     waiting.accept(ord("b"))
-    assert allowed(weak.compile(HEAVY)) == allowed(doomed.clone_at_start()) == expected
+    assert allowed(weak.compile(HEAVY)) == allowed(doomed.fresh()) == expected
 
 
 def test_so_01_e_so_it_is_in_a_batch_and_where_a_token_is_accepted_next(weak):
