@@ -107,17 +107,17 @@ class GrammarCompiler:
         return Constraint(compiled, self._vocab_size)
 
     def compile_within(self, grammar: Grammar, timeout_s: float) -> Constraint:
-        """Blocks at most `timeout_s`. Raises InvalidRequest for a grammar that can not be used or takes longer, and
-        Overloaded when no compiler gets free in that time, at once if all are stuck.
+        """Blocks at most `timeout_s` until a compiler is free, and as long for the compilation itself.
+
+        Raises Overloaded when none gets free, at once if all are stuck, and InvalidRequest for a grammar that can not
+        be used or takes longer.
         """
-        deadline_s = time.monotonic() + timeout_s
         grammars.check(grammar)
         compiled = self._cached(grammar)
         if compiled is None:
             job = self._job(grammar, timeout_s)
             try:
-                left_s = 0.0 if job.overdue else max(0.0, deadline_s - time.monotonic())
-                compiled = job.future.result(left_s)
+                compiled = job.future.result(job.left_s(timeout_s))
             except TimeoutError:
                 self._give_up(job)
                 raise InvalidRequest(
@@ -331,7 +331,11 @@ class _Job:
     """A compilation under way."""
 
     future: Future[_Compiled] = field(default_factory=Future)
+    started_s: float = field(default_factory=time.monotonic)
     overdue: bool = False  # a caller has waited for it in vain
+
+    def left_s(self, timeout_s: float) -> float:
+        return 0.0 if self.overdue else max(0.0, self.started_s + timeout_s - time.monotonic())
 
 
 def _on_deep_stack(call: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
