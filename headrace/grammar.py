@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 
 from headrace.errors import InvalidRequest
 
-MAX_GRAMMAR_BYTES = 64 * 1024
-
 # Lark outside strings, regular expressions and comments, by llguidance's own lexer (parser/src/lark/lexer.rs).
 _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)
 
@@ -26,6 +24,16 @@ class GrammarKind(StrEnum):
     REGEX = "regex"  # matches the whole answer; text: the expression, in the syntax of Rust's regex
     CHOICE = "choice"  # one of several strings; text: a JSON list of them
     LARK = "lark"  # text: a grammar in llguidance's dialect of Lark
+
+
+# What a compiler needs for an expression, or for terminals made of terminals, grows with the cube of their length.
+MAX_GRAMMAR_BYTES = {
+    GrammarKind.JSON_SCHEMA: 64 * 1024,
+    GrammarKind.JSON_OBJECT: 0,
+    GrammarKind.REGEX: 16 * 1024,
+    GrammarKind.CHOICE: 64 * 1024,
+    GrammarKind.LARK: 16 * 1024,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +48,11 @@ def check(grammar: Grammar) -> Grammar:
         size = len(grammar.text.encode())
     except UnicodeEncodeError:
         _refuse(grammar, "must be valid Unicode text")
-    if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest("grammar", f"{size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
     if (grammar.kind is GrammarKind.JSON_OBJECT) != (not grammar.text):
         _refuse(grammar, "json_object has no text, every other kind has one")
+    limit = MAX_GRAMMAR_BYTES[grammar.kind]
+    if size > limit:
+        raise InvalidRequest("grammar", f"{size} bytes", f"{grammar.kind}: at most {limit} bytes")
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             if schema(grammar) is False:

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace import grammar as grammars
-from headrace.errors import HeadraceError, InternalError, InvalidRequest, Overloaded
+from headrace.errors import HeadraceError, InternalError, InvalidRequest, ModelError, Overloaded
 from headrace.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -42,14 +44,18 @@ MAX_CACHED_GRAMMARS = 32
 _STACK_BYTES = 256 * 2**20
 _STACK_SIZE_LOCK = threading.Lock()
 
-# Half the cost of a step at llguidance's defaults or less: the engine's other sequences wait for it. Tens of
-# milliseconds at worst, where an ambiguous grammar takes half a second with the defaults.
+# The engine's other sequences wait for a step. An ambiguous grammar costs the square of a row's items, half a second at
+# llguidance's defaults, tens of milliseconds here; a large schema has wide steps that cost a few milliseconds, and is
+# let through.
 _LIMITS: dict[str, Any] = {
-    "step_max_items": 2_500,
+    "max_items_in_row": 600,
+    "step_max_items": 20_000,
     "step_lexer_fuel": 100_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
+# llguidance counts remainders, one lexer state each: 200 bytes and 2 µs. None of its limits bounds that.
+_MAX_DIVISOR = 200_000
 _MAX_REASON_CHARACTERS = 300
 
 # Between two tokens of JSON. Without a bound a model can write blanks until its answer's limit.
@@ -76,8 +82,10 @@ class GrammarCompiler:
         max_cached: int = MAX_CACHED_GRAMMARS,
     ) -> None:
         """`vocab_size`: rows of the model's logits, which can be more than the tokenizer has tokens. Takes a fifth of a
-        second for 50,000 tokens.
+        second for 50,000 tokens. Raises ModelError for a model without an end of text: no answer could be complete.
         """
+        if not eos_token_ids:
+            raise ModelError("structured output needs an end-of-text token, and the model has none")
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
         if not eos_token_ids:
@@ -103,17 +111,17 @@ class GrammarCompiler:
         return Constraint(compiled, self._vocab_size)
 
     def compile_within(self, grammar: Grammar, timeout_s: float) -> Constraint:
-        """Blocks at most `timeout_s`. Raises InvalidRequest for a grammar that can not be used or takes longer, and
-        Overloaded when no compiler gets free in that time, at once if all are stuck.
+        """Blocks at most `timeout_s` until a compiler is free, and as long for the compilation itself.
+
+        Raises Overloaded when none gets free, at once if all are stuck, and InvalidRequest for a grammar that can not
+        be used or takes longer.
         """
-        deadline_s = time.monotonic() + timeout_s
         grammars.check(grammar)
         compiled = self._cached(grammar)
         if compiled is None:
             job = self._job(grammar, timeout_s)
             try:
-                left_s = 0.0 if job.overdue else max(0.0, deadline_s - time.monotonic())
-                compiled = job.future.result(left_s)
+                compiled = job.future.result(job.left_s(timeout_s))
             except TimeoutError:
                 self._give_up(job)
                 raise InvalidRequest(
@@ -327,7 +335,11 @@ class _Job:
     """A compilation under way."""
 
     future: Future[_Compiled] = field(default_factory=Future)
+    started_s: float = field(default_factory=time.monotonic)
     overdue: bool = False  # a caller has waited for it in vain
+
+    def left_s(self, timeout_s: float) -> float:
+        return 0.0 if self.overdue else max(0.0, self.started_s + timeout_s - time.monotonic())
 
 
 def _on_deep_stack(call: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
@@ -390,6 +402,12 @@ def _answer(grammar: Grammar) -> dict[str, Any]:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             schema = grammars.schema(grammar)
+            if (divisor := _common_divisor(schema)) > _MAX_DIVISOR:
+                raise InvalidRequest(
+                    "grammar",
+                    f"multipleOf {divisor}",
+                    f"the least common multiple of all is at most {_MAX_DIVISOR}",
+                )
             return {"json_schema": _with_options({} if isinstance(schema, bool) else schema)}
         case GrammarKind.JSON_OBJECT:
             return {"json_schema": _with_options({"type": "object"})}
@@ -405,6 +423,26 @@ def _answer(grammar: Grammar) -> dict[str, Any]:
             return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}
         case GrammarKind.LARK:
             return {"lark_grammar": grammar.text}
+
+
+def _common_divisor(schema: object) -> int:
+    """Least common multiple of all `multipleOf` in a schema, in units of their last decimal.
+
+    Of all: references and allOf can make any of them meet in one number.
+    """
+    found: list[Decimal] = []
+    nodes = [schema]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            nodes += node.values()
+            number = node.get("multipleOf")
+            if isinstance(number, int | float) and number > 0:
+                found.append(Decimal(str(number)))
+        elif isinstance(node, list):
+            nodes += node
+    decimals = max((-int(number.normalize().as_tuple().exponent) for number in found), default=0)
+    return math.lcm(*(int(number.scaleb(max(decimals, 0))) for number in found))
 
 
 def _with_options(schema: dict[str, Any]) -> dict[str, Any]:

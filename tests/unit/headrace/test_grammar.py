@@ -77,15 +77,19 @@ def test_what_is_refused_names_the_field_and_says_why(kind, text, requirement):
 
 
 @pytest.mark.parametrize(
-    ("kind", "around"), [(REGEX, "{}"), (SCHEMA, '{{"const": "{}"}}'), (CHOICE, '["{}"]')]
+    ("kind", "around"),
+    [(REGEX, "{}"), (SCHEMA, '{{"const": "{}"}}'), (CHOICE, '["{}"]'), (LARK, 'start: "{}"')],
 )
 def test_the_limit_counts_bytes(kind, around):
-    room = MAX_GRAMMAR_BYTES - len(around.format(""))
+    limit = MAX_GRAMMAR_BYTES[kind]
+    room = limit - len(around.format(""))
     check(Grammar(kind, around.format("a" * room)))
-    with pytest.raises(
-        InvalidRequest, match=f"{MAX_GRAMMAR_BYTES + 1} bytes.*at most {MAX_GRAMMAR_BYTES} bytes"
-    ):
+    with pytest.raises(InvalidRequest, match=f"{limit + 1} bytes.*at most {limit} bytes"):
         check(Grammar(kind, around.format("a" * (room - 1) + "é")))
+
+
+def test_every_kind_has_a_limit():
+    assert set(MAX_GRAMMAR_BYTES) == set(GrammarKind)
 
 
 def test_readers_give_what_the_text_says():
