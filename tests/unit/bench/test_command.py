@@ -111,9 +111,7 @@ def test_wrong_options_name_option_value_and_limit(bench, arguments, message):
 
 def test_a_file_that_can_not_be_written_is_told_before_measuring(bench, tmp_path: Path):
     path = tmp_path / "missing" / "rows.json"
-    with pytest.raises(
-        InvalidRequest, match=r"--json: .*rows.json' is not allowed; it can not be written: No such"
-    ):
+    with pytest.raises(InvalidRequest, match=r"--json: .*is not allowed; it can not be written: No such"):
         bench(*QUICK, *SMALL, "--json", str(path))
 
 
