@@ -14,10 +14,10 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from headrace.cli.bench import bench
 from headrace.cli.client import Answer, Client
 from headrace.cli.options import (
     DEFAULT_PORT,
@@ -32,7 +32,7 @@ from headrace.cli.options import (
     router_address,
     settings_from,
 )
-from headrace.cli.progress import cluster_progress, console, obtain_model
+from headrace.cli.progress import cluster_progress, console, obtain_model, output
 from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
@@ -48,8 +48,7 @@ app = typer.Typer(
 )
 models = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="model")
-# Read by programs too: without a terminal nothing is cut or wrapped.
-output = Console(width=None if sys.stdout.isatty() else 400)
+app.add_typer(bench, name="bench")
 
 PrefillCount = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")]
 DecodeCount = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]

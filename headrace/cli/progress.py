@@ -1,7 +1,10 @@
-"""Progress on standard error: a bar for downloads, a line per part of the cluster; plain lines without a terminal."""
+"""The consoles, and progress on standard error: a bar for downloads, a line per part of the cluster;
+plain lines without a terminal.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +20,8 @@ from headrace.model_store import resolve
 OnStage = Callable[[str, str], None]
 
 console = Console(stderr=True)
+# Read by programs too: without a terminal nothing is cut or wrapped.
+output = Console(width=None if sys.stdout.isatty() else 400)
 
 
 def obtain_model(ref: str, cache_dir: Path) -> ModelFiles:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ["headrace", "kv_transfer", "prefill_worker", "decode_worker", "router", "tools"]
+PACKAGES = ["bench", "headrace", "kv_transfer", "prefill_worker", "decode_worker", "router", "tools"]
 GENERATED_DIR = ROOT / "headrace" / "rpc" / "v1"
 
 # Names that say nothing about what is inside.

@@ -1,0 +1,262 @@
+"""`headrace bench …`: how fast this machine is, and how fast it could be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from headrace.cli.options import ConfigOption, ModelOption, SetOption, settings_from
+from headrace.cli.progress import console, obtain_model, output
+from headrace.config import Settings
+from headrace.errors import InvalidRequest
+from headrace.model_config import ModelFiles
+
+if TYPE_CHECKING:  # imports torch
+    from headrace.bench.engine import Case, Row, Variant
+    from headrace.bench.report import Report
+
+_Name = TypeVar("_Name", bound=str)
+
+_MAX_BATCH, _MAX_TOKENS, _MAX_RUNS = 4096, 1 << 20, 1000
+_INTERRUPTED = 130
+
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+
+@bench.callback()
+def group() -> None:
+    """Keeps `engine` a command of its own while it is the only one."""
+
+
+@bench.command()
+def engine(
+    model: ModelOption = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Of cpu (native kernels), torch. Default: both, where the kernels were compiled.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Of weights: float32, bfloat16; with backend cpu also int8, int4, stored (as the files have them).",
+        ),
+    ] = "float32,bfloat16,int8,int4",
+    threads: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Default: one per core.", show_default=False)
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option(metavar="LIST", help="Tokens of prefilled prompts; 0: none.")
+    ] = "512,4096",
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences that decode; 0: none.")] = "1,4,16,64",
+    context: Annotated[
+        str, typer.Option(metavar="LIST", help="Tokens of each before it decodes.")
+    ] = "256,4096",
+    runs: Annotated[int, typer.Option(help="Of each case; the median counts.")] = 5,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the rows there too.", show_default=False),
+    ] = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Prefill and decode of the engine in tokens per second, beside the machine's physical floor.
+
+    LIST is numbers or names with commas between them. Ctrl-C leaves the rows so far.
+    """
+    num_runs = _in_range("--runs", runs, 1, _MAX_RUNS)
+    cases = _cases(
+        _numbers("--prompt", prompt, 0, _MAX_TOKENS),
+        _numbers("--batch", batch, 0, _MAX_BATCH),
+        _numbers("--context", context, 1, _MAX_TOKENS),
+    )
+    variants = _variants(backend, dtype, threads)
+    settings = settings_from(config, assignments, model)
+    files = obtain_model(settings.model.ref, settings.model.cache_dir)
+    files = files.with_limit(settings.model.max_model_tokens)
+
+    from headrace.bench.report import Report
+
+    report = Report(json, {"name": files.name, "fingerprint": files.fingerprint})
+    try:
+        _measure_all(files, settings, variants, cases, num_runs, report)
+    except KeyboardInterrupt:
+        console.print("[yellow]stopped[/]; the rows so far:")
+        raise typer.Exit(_INTERRUPTED) from None
+    finally:
+        output.print(_table(report))
+
+
+def _measure_all(
+    files: ModelFiles,
+    settings: Settings,
+    variants: Sequence[Variant],
+    cases: Sequence[Case],
+    num_runs: int,
+    report: Report,
+) -> None:
+    from headrace.bench.engine import measure, why_not
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(variants) * len(cases))
+        for variant in variants:
+            possible: list[Case] = []
+            for case in cases:
+                reason = why_not(variant, case, files.config, settings, num_runs)
+                if reason is None:
+                    possible.append(case)
+                    continue
+                report.skip({**_facts(variant), **asdict(case)}, reason)
+                console.print(
+                    f"skipped: {_name(variant)}, {_case_name(case)}: {reason}",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+                progress.advance(task)
+            if not possible:
+                continue
+            progress.update(task, description=f"{_name(variant)}: loading, {_case_name(possible[0])}")
+            # What comes after the row that just came.
+            following = [*(_case_name(case) for case in possible[1:]), "done"]
+            with closing(measure(files, settings, variant, possible, num_runs)) as rows:
+                for row, next_name in zip(rows, following, strict=True):
+                    report.add(asdict(row))
+                    progress.update(task, advance=1, description=f"{_name(variant)}: {next_name}")
+                    if not console.is_terminal:
+                        console.print(_line(row), highlight=False, soft_wrap=True)
+
+
+def _variants(backends: str | None, dtypes: str, threads: str | None) -> list[Variant]:
+    """Raises InvalidRequest."""
+    from headrace.bench.engine import BACKENDS, DTYPES, Variant
+    from headrace.engine.native import library
+
+    has_kernels = library.load() is not None
+    num_cores = len(os.sched_getaffinity(0))
+    thread_counts = _numbers("--threads", threads, 1, num_cores) if threads is not None else [num_cores]
+    chosen_backends = _names("--backend", backends or ("cpu,torch" if has_kernels else "torch"), BACKENDS)
+    chosen_dtypes = _names("--dtype", dtypes, DTYPES)
+    if "cpu" in chosen_backends and not has_kernels:
+        raise InvalidRequest("--backend", "cpu", "it needs the native kernels, which were not compiled here")
+    variants = [
+        Variant(backend, dtype, number)
+        for number in thread_counts
+        for backend in chosen_backends
+        for dtype in chosen_dtypes
+    ]
+    possible = [variant for variant in variants if variant.is_possible]
+    if not possible:
+        raise InvalidRequest("--dtype", dtypes, "backend torch computes with float32 and bfloat16 only")
+    return possible
+
+
+def _cases(prompts: list[int], batches: list[int], contexts: list[int]) -> list[Case]:
+    from headrace.bench.engine import Case
+
+    prefills = [Case("prefill", 1, num_tokens) for num_tokens in prompts if num_tokens]
+    decodes = [Case("decode", size, num_tokens) for num_tokens in contexts for size in batches if size]
+    if not prefills and not decodes:
+        raise InvalidRequest(
+            "--prompt and --batch", 0, "one of them must be more than 0: nothing is left to measure"
+        )
+    return [*prefills, *decodes]
+
+
+def _names(option: str, text: str, allowed: Sequence[_Name]) -> list[_Name]:
+    """Without repetitions, in the order given."""
+    known = {str(name): name for name in allowed}
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise InvalidRequest(option, word, f"it must be of {', '.join(allowed)}")
+    return list(dict.fromkeys(known[word] for word in words))
+
+
+def _numbers(option: str, text: str, low: int, high: int) -> list[int]:
+    """Without repetitions, in the order given."""
+    numbers: list[int] = []
+    for word in text.split(","):
+        try:
+            number = int(word)
+        except ValueError:
+            raise InvalidRequest(option, word, f"it must be a whole number from {low} to {high}") from None
+        numbers.append(_in_range(option, number, low, high))
+    return list(dict.fromkeys(numbers))
+
+
+def _in_range(option: str, number: int, low: int, high: int) -> int:
+    if not low <= number <= high:
+        raise InvalidRequest(option, number, f"it must be from {low} to {high}")
+    return number
+
+
+def _table(report: Report) -> Table:
+    table = Table(title=f"{report.model['name']}: tokens per second", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("phase", "backend", "dtype"):
+        table.add_column(name)
+    numbers = (
+        "threads",
+        "batch",
+        "context",
+        "tokens/s",
+        "floor",
+        "of it",
+        "step ms",
+        "overhead ms",
+        "GB/s",
+        "GFLOP/s",
+    )
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        table.add_row(
+            *(str(row[key]) for key in ("phase", "backend", "dtype", "threads", "batch", "context")),
+            *(
+                f"{row['tokens_per_s']:,.1f}",
+                f"{row['floor_tokens_per_s']:,.1f}",
+                f"{row['fraction_of_floor']:.0%}",
+            ),
+            *(f"{row['step_ms']:.2f}", f"{row['overhead_ms']:.2f}"),
+            *(f"{row['read_gb_per_s']:.1f}", f"{row['gemm_gflops']:.0f}"),
+        )
+    return table
+
+
+def _facts(variant: Variant) -> dict[str, object]:
+    return {"backend": variant.backend, "dtype": variant.dtype, "threads": variant.num_threads}
+
+
+def _name(variant: Variant) -> str:
+    return f"{variant.backend} {variant.dtype}, {variant.num_threads} threads"
+
+
+def _case_name(case: Case) -> str:
+    if case.phase == "prefill":
+        return f"prefill {case.context:,}"
+    return f"decode {case.batch} at {case.context:,}"
+
+
+def _line(row: Row) -> str:
+    where = f"{row.phase} {row.backend} {row.dtype}, {row.threads} threads, batch {row.batch}, context {row.context}"
+    return f"{where}: {row.tokens_per_s:,.1f} tokens/s, floor {row.floor_tokens_per_s:,.1f}"
