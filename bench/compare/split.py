@@ -20,9 +20,9 @@ import grpc
 import numpy as np
 import psutil
 
+from headrace import config
 from headrace.bench.report import machine_facts
 from headrace.cluster.local_cluster import LocalCluster
-from headrace import config
 from headrace.model_store import resolve
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 
@@ -44,7 +44,9 @@ class Outcome:
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
 
-async def ask(stub: inference_pb2_grpc.InferenceStub, token_ids: list[int], num_tokens: int, at: float) -> Outcome:
+async def ask(
+    stub: inference_pb2_grpc.InferenceStub, token_ids: list[int], num_tokens: int, at: float
+) -> Outcome:
     await asyncio.sleep(max(0.0, at - time.monotonic()))
     outcome = Outcome(at)
     request = inference_pb2.GenerateRequest(
@@ -94,7 +96,9 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=0.6, help="requests per second")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=512, help="tokens")

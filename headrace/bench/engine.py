@@ -32,8 +32,9 @@ from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
 from headrace.engine.forward import ForwardPass, load_forward
 from headrace.engine.kv_cache import KvCache
+from headrace.engine.load import choose_dtype
 from headrace.engine.sequence import Failed, NewToken, StepPlan
-from headrace.engine.torch_runner import TorchRunner, choose_dtype
+from headrace.engine.torch_runner import TorchRunner
 from headrace.engine.weights.load import load_model
 from headrace.engine.weights.source import Quantization
 from headrace.errors import RequestCancelled
@@ -68,7 +69,7 @@ class Variant:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return choose_dtype(self.dtype if self.dtype in ("float32", "bfloat16") else "auto")
+        return choose_dtype(self.dtype if self.dtype in ("float32", "bfloat16") else "auto", self.backend)
 
     @property
     def quantization(self) -> Quantization:
@@ -239,7 +240,7 @@ class Subject:
         cache = KvCache.for_model(files.config, settings, dtype)
         size = ModelSize.of(model, cache.block_bytes / cache.block_size_tokens)
         forward = _TimedForward(load_forward(model, cache, settings))
-        runner = TorchRunner(forward, cache)
+        runner = TorchRunner(forward, cache, files.config.vocab_size)
         runner.warm_up()
         pool = BlockPool(cache.num_blocks, cache.block_size_tokens)
         engine = Engine(runner, pool, settings, files.eos_token_ids, SystemClock())
