@@ -16,6 +16,7 @@ from headrace.clock import VirtualClock
 from headrace.config import DEFAULT_CACHE_DIR, EngineSettings
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
+from headrace.engine.forward import load_forward
 from headrace.engine.kv_cache import KvCache
 from headrace.engine.sequence import NewToken, Sequence
 from headrace.engine.torch_runner import TorchRunner
@@ -95,7 +96,8 @@ def test_answers_are_those_of_transformers(gemma_files, tmp_path):
     assert theirs.config.sliding_window == gemma_files.config.sliding_window
     model = load_model(gemma_files, torch.float32)
     settings = EngineSettings(num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK_SIZE, max_step_tokens=256)
-    runner = TorchRunner(model, KvCache.for_model(gemma_files.config, settings, torch.float32))
+    cache = KvCache.for_model(gemma_files.config, settings, torch.float32)
+    runner = TorchRunner(load_forward(model, cache, settings), cache)
     engine = Engine(runner, BlockPool(NUM_BLOCKS, BLOCK_SIZE), settings, frozenset(), VirtualClock())
     for number, prompt in enumerate(prompts):
         expected, gaps = reference_greedy(theirs, prompt, NUM_NEW_TOKENS)
