@@ -143,7 +143,7 @@ class WorkerProcess:
         model = load_model(self._files, dtype)
         self._cache = KvCache.for_model(self._files.config, settings.engine, dtype)
         self._runner = TorchRunner(load_forward(model, self._cache, settings.engine), self._cache)
-        self._runner.warm_up()
+        self._runner.warm_up(settings.engine.max_step_tokens)
         pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens)
         self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())
 
