@@ -43,7 +43,9 @@ class KvCache:
         stored, width = _row(config.head_dim, dtype, quantization)
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size_tokens, width)
         # Pages of zeros that the system hands out on first touch: page-aligned, and no start-up time per gigabyte.
-        memory = mmap.mmap(-1, math.prod(shape) * stored.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(
+            -1, math.prod(shape) * stored.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         self.tensor = torch.frombuffer(memory, dtype=stored).view(shape)
         self.dtype = dtype
         self.quantization = quantization

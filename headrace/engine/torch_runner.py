@@ -66,9 +66,7 @@ class TorchRunner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> dict[str, int | HeadraceError]:
         last_rows = self._forward.run(plan)
-        drawing = [
-            (chunk, row) for chunk, row in zip(plan.chunks, last_rows, strict=True) if chunk.samples
-        ]
+        drawing = [(chunk, row) for chunk, row in zip(plan.chunks, last_rows, strict=True) if chunk.samples]
         if not drawing:
             return {}
         logits_NV = self._forward.logits([row for _, row in drawing])

@@ -136,7 +136,13 @@ def test_greedy_tokens_are_those_of_transformers(loaded, name, backend):
     assert min(gaps) > 1e-4  # no near-tie: equality is meant
     for max_step_tokens in (512, 32, 7):
         settings = settings_of(backend, max_step_tokens)
-        engine = Engine(TorchRunner(*forward_of(ours, settings)), BlockPool(NUM_BLOCKS, BLOCK_SIZE), settings, frozenset(), VirtualClock())
+        engine = Engine(
+            TorchRunner(*forward_of(ours, settings)),
+            BlockPool(NUM_BLOCKS, BLOCK_SIZE),
+            settings,
+            frozenset(),
+            VirtualClock(),
+        )
         assert greedy(engine, "part", PROMPT[:50], 1)
         computed = engine.load().prefill_tokens
         assert greedy(engine, "first", PROMPT, 30) == expected

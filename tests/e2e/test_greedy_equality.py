@@ -79,9 +79,7 @@ def test_reference_attention(model_files, reference: Reference):
     part = Reference(
         *([values[n] for n in short] for values in (reference.prompts, reference.answers, reference.gaps))
     )
-    part.check(
-        answers_of(engine_for(model_files, backend="reference"), part.prompts, batch=1)
-    )
+    part.check(answers_of(engine_for(model_files, backend="reference"), part.prompts, batch=1))
 
 
 @pytest.mark.timeout(900)

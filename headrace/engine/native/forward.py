@@ -63,7 +63,9 @@ class NativeForward:
     def _check(self, token_ids: Sequence[int]) -> None:
         # The kernels would read beyond the embedding.
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise IndexError(f"token ids from {min(token_ids)} to {max(token_ids)}, of {self._vocab_size} tokens")
+            raise IndexError(
+                f"token ids from {min(token_ids)} to {max(token_ids)}, of {self._vocab_size} tokens"
+            )
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         if len(rows) > len(self._rows):
@@ -108,9 +110,7 @@ class _Weights:
         struct.head = self._matrix(head.weight, head.bias)
         struct.embedding = struct.head if embedding is head.weight else self._matrix(embedding, None)
 
-    def _fill_layer(
-        self, to: library.Layer, layer: decoder.Layer, config: ModelConfig, number: int
-    ) -> None:
+    def _fill_layer(self, to: library.Layer, layer: decoder.Layer, config: ModelConfig, number: int) -> None:
         to.qkv = self._linear(layer.qkv)
         to.output = self._linear(layer.output)
         gate_up = layer.gate_up

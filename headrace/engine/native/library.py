@@ -52,7 +52,10 @@ class Layer(ctypes.Structure):
 
 class Model(ctypes.Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
+        *(
+            (name, c_int64)
+            for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")
+        ),
         ("is_f32", c_int64),
         ("gelu", c_int64),
         ("max_tokens", c_int64),
