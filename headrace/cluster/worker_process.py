@@ -9,7 +9,6 @@ Three threads do the work: the engine's, the transfer's, and the event loop for 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -17,7 +16,6 @@ from typing import Any
 
 import grpc
 import structlog
-import torch
 
 from decode_worker.hand_off import DecodeContext
 from decode_worker.service import DecodeWorker

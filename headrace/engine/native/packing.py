@@ -64,8 +64,8 @@ class PackedMatrix:
 
 
 def interleaved(size: int) -> np.ndarray:
-    """The order of a gate's and an up projection's `size` rows each, stacked: 16 of the one, 16 of the other, in turn, so
-    that one panel has what belongs together. Short by a part of 16, each is filled up with -1.
+    """The order of a gate's and an up projection's `size` rows each, stacked: 16 of the one, 16 of the other, in turn,
+    so that one panel has what belongs together. Short by a part of 16, each is filled up with -1.
     """
     rows = np.arange(-(-size // 16) * 16).reshape(-1, 16)
     gate = np.where(rows < size, rows, -1)

@@ -27,7 +27,9 @@ class QuantizedMatrix:
 
 
 def quantized(matrix: StoredMatrix) -> QuantizedMatrix:
-    """The same numbers. Products of scales ("k" kinds) are rounded to fp16. Raises KeyError for a kind not in `READERS`."""
+    """The same numbers. Products of scales ("k" kinds) are rounded to fp16. Raises KeyError for a kind not in
+    `READERS`.
+    """
     rows = len(matrix.blocks)
     values, scales, minima, bits = READERS[matrix.kind](
         matrix.blocks.reshape(-1, gguf.GGML_QUANT_SIZES[_TYPES[matrix.kind]][1])
