@@ -268,8 +268,8 @@ def test_bf16_on_cpu_does_not_depend_on_batch_or_chunk(kv_heads, heads):
             assert torch.equal(output, expected[sample.new]), (size, first)
 
 
-# How far 8 bits may move an output whose keys and values are normally distributed: half a step of int8 (the largest of a
-# row, about 3, in 127 steps) and of fp8 (a sixteenth of the number), in a few numbers that weigh most.
+# How far 8 bits may move an output whose keys and values are normally distributed: half a step of int8 (the largest of
+# a row, about 3, in 127 steps) and of fp8 (a sixteenth of the number), in a few numbers that weigh most.
 QUANTIZED = {"int8": 0.1, "fp8": 0.4}
 SHAPES = [(torch.float32, 4, 3, 3, 16), (torch.float32, 32, 2, 6, 20), (torch.bfloat16, 32, 3, 9, 64)]
 

@@ -106,9 +106,16 @@ class Bench:
         return torch.cat(found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", FORMS, ids=" ".join)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "form", "dtype"),
+    [
+        *((NAMES[0], form, torch.bfloat16) for form in FORMS),
+        (NAMES[0], FORMS[0], torch.float32),
+        (NAMES[0], FORMS[-1], torch.float32),
+        (NAMES[1], FORMS[0], torch.bfloat16),
+        (NAMES[1], FORMS[-1], torch.bfloat16),
+    ],
+)
 def test_bits_depend_on_neither_chunk_nor_batch_nor_cache_nor_threads(folder, name, form, dtype):
     text = tokens(LENGTH)
     one, two = (Bench(folder(name), form, dtype, threads) for threads in (1, 2))
@@ -139,7 +146,7 @@ def test_logits_are_those_of_the_model_in_torch(folder, name, form):
     text = tokens(LENGTH)
     ours, theirs = (Bench(folder(name), form, torch.float32, threads) for threads in (1, 0))
     found, expected = (bench.logits(bench.sequence(text), 64) for bench in (ours, theirs))
-    bound = 1e-3 if form[1] == "none" else 0.3 if form[1] == "int8" else 1.5
+    bound = 2e-4 if form[1] == "none" else 0.05
     assert (found - expected).abs().max() < bound
 
 

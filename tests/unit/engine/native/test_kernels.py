@@ -60,8 +60,8 @@ def test_products_are_those_of_torch(kind, dtype):
     dense = dense_of(weight)
     packed, team = PackedMatrix(weight, dtype), Team(1)
     columns = dense.shape[1]
-    # By what rounds: fp32 sums alone (one after the other, without fused operations), each scale to fp16, or each weight
-    # to bf16.
+    # By what rounds: fp32 sums alone (one after the other, without fused operations), each scale to fp16, or each
+    # weight to bf16.
     rounding = 2.0**-18 if "dense" in kind else 2.0**-10 if dtype == torch.float32 else 2.0**-7
     for num_rows in ROWS:
         a = inputs(columns, num_rows, dtype)
