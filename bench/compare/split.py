@@ -75,7 +75,8 @@ async def load(address: str, args: argparse.Namespace, vocab_size: int) -> list[
 
 def process_at(address: str) -> psutil.Process:
     port = int(address.rpartition(":")[2])
-    [pid] = {c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    [pid] = {c.pid for c in listening if c.laddr and c.laddr.port == port}
     return psutil.Process(pid)
 
 

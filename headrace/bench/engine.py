@@ -241,7 +241,7 @@ class Subject:
         size = ModelSize.of(model, cache.block_bytes / cache.block_size_tokens)
         forward = _TimedForward(load_forward(model, cache, settings))
         runner = TorchRunner(forward, cache, files.config.vocab_size)
-        runner.warm_up()
+        runner.warm_up(settings.max_step_tokens)
         pool = BlockPool(cache.num_blocks, cache.block_size_tokens)
         engine = Engine(runner, pool, settings, files.eos_token_ids, SystemClock())
         subject = cls(engine, forward, cache, size, settings.max_step_tokens)

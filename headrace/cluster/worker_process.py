@@ -140,7 +140,7 @@ class WorkerProcess:
     def _load(self) -> None:
         settings = self._settings
         self._runner, self._cache = load_runner(self._files, settings.model, settings.engine)
-        self._runner.warm_up()
+        self._runner.warm_up(settings.engine.max_step_tokens)
         pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens)
         self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())
 

@@ -51,11 +51,12 @@ class TorchRunner:
         for source, target in pairs:
             self._cache.tensor[target] = self._cache.tensor[source]
 
-    def warm_up(self) -> None:
+    def warm_up(self, max_step_tokens: int) -> None:
         """Run a prompt and a decode step, so that the first request does not pay for what torch sets up on first use.
         Writes into the first blocks; call before anything is in them.
         """
-        num_tokens = min(2, self._cache.num_blocks) * self._cache.block_size_tokens - 1
+        room = min(2, self._cache.num_blocks) * self._cache.block_size_tokens
+        num_tokens = max(1, min(room - 1, max_step_tokens))
         sampling = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, seed=0)
         sequence = Sequence("warm-up", [0] * num_tokens, num_tokens, sampling, root=b"")
         sequence.block_ids = list(range(min(2, self._cache.num_blocks)))

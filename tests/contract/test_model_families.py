@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import gguf
 import pytest
@@ -12,13 +13,13 @@ from transformers import PreTrainedModel
 
 from headrace.clock import VirtualClock
 from headrace.config import EngineSettings
-from headrace.engine.attention import load_backend
-from headrace.engine.attention.base import StepBatch
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.engine import Engine
+from headrace.engine.forward import ForwardPass, load_forward
 from headrace.engine.kv_cache import KvCache
 from headrace.engine.models.decoder import Decoder
-from headrace.engine.sequence import Chunk, NewToken, Sequence, StepPlan
+from headrace.engine.native import library
+from headrace.engine.sequence import Chunk, Failed, NewToken, Sequence, StepPlan
 from headrace.engine.torch_runner import TorchRunner
 from headrace.engine.weights.load import load_model
 from headrace.sampling_params import SamplingParams
@@ -39,6 +40,8 @@ from tests.support.small_models import (
 BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS = 8, 40, 110
 PROMPT = torch.randint(VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
 KINDS = ("F32", "F16", "BF16", "Q8_0")
+Backend = Literal["reference", "torch", "cpu"]
+HERE: tuple[Backend, ...] = ("reference", "torch", "cpu") if library.load() else ("reference", "torch")
 # Sizes of the chunks that the text comes in; the last one goes on to the end.
 CUTS = {
     "at once": (NUM_TOKENS,),
@@ -48,6 +51,16 @@ CUTS = {
     "decoded from the start": (1,),
     "unlike": (1, 2, 40, 1, 1, 33, 5),
 }
+
+
+def settings_of(backend: Backend, max_step_tokens: int = 512) -> EngineSettings:
+    return EngineSettings(
+        num_blocks=NUM_BLOCKS,
+        block_size_tokens=BLOCK_SIZE,
+        max_step_tokens=max_step_tokens,
+        num_threads=1,
+        backend=backend,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +76,25 @@ def loaded(tmp_path_factory):
     return load
 
 
-@torch.inference_mode()
-def logits_of(model: Decoder, cut: tuple[int, ...], attention: str) -> torch.Tensor:
-    """Logits [T, V] at each position of the prompt, whose chunks follow one another through a paged cache."""
-    kv = KvCache(model.config, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+def forward_of(model: Decoder, settings: EngineSettings) -> tuple[ForwardPass, KvCache]:
+    """On one thread, with a cache full of NaN."""
+    kv = KvCache.for_model(model.config, settings, torch.float32)
     kv.tensor.fill_(torch.nan)
-    backend = load_backend(attention, kv, model.config)
+    # The kernels take the layers out of the list that they are given.
+    return load_forward(replace(model, layers=list(model.layers)), kv, settings), kv
+
+
+@torch.inference_mode()
+def logits_of(model: Decoder, cut: tuple[int, ...], backend: Backend) -> torch.Tensor:
+    """Logits [T, V] at each position of the prompt, whose chunks follow one another through a paged cache."""
+    forward, _ = forward_of(model, settings_of(backend))
     sequence = Sequence("s", PROMPT, NUM_TOKENS, SamplingParams(max_tokens=1), root=b"")
     sequence.block_ids = torch.randperm(NUM_BLOCKS).tolist()
     parts, start = [], 0
     while start < NUM_TOKENS:
         size = min(cut[min(len(parts), len(cut) - 1)], NUM_TOKENS - start)
-        batch = StepBatch.of(StepPlan([Chunk(sequence, start, size)]), BLOCK_SIZE)
-        x_TE = model.forward(batch.token_ids_T, batch.positions_T, backend.prepare(batch))
-        parts.append(model.logits(x_TE))
+        assert forward.run(StepPlan([Chunk(sequence, start, size)])) == [size - 1]
+        parts.append(forward.logits(range(size)).clone())
         start += size
     return torch.cat(parts)
 
@@ -92,9 +110,9 @@ def expected_logits(model: PreTrainedModel) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(loaded, name, cut):
     theirs, ours = loaded(name)
-    for attention in ("reference", "torch"):
-        found = logits_of(ours, cut, attention)
-        torch.testing.assert_close(found, expected_logits(theirs), atol=1e-4, rtol=1e-4)
+    expected = expected_logits(theirs)
+    for backend in HERE:
+        torch.testing.assert_close(logits_of(ours, cut, backend), expected, atol=1e-4, rtol=1e-4)
 
 
 def greedy(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> list[int]:
@@ -102,23 +120,29 @@ def greedy(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> lis
     engine.submit(Sequence(name, list(prompt), len(prompt), sampling, root=b"root"))
     tokens: list[int] = []
     while len(tokens) < num_tokens:
-        tokens += [event.token_id for event in engine.step().events if isinstance(event, NewToken)]
+        events = engine.step().events
+        assert not [event for event in events if isinstance(event, Failed)]
+        tokens += [event.token_id for event in events if isinstance(event, NewToken)]
     assert_idle_pool(engine.audit())
     return tokens
 
 
+@pytest.mark.parametrize("backend", HERE[1:])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_are_those_of_transformers(loaded, name):
+def test_greedy_tokens_are_those_of_transformers(loaded, name, backend):
     """Cold, with all of the prompt cached, with a part of it cached, and in chunks of several sizes."""
     theirs, ours = loaded(name)
     expected, gaps = reference_greedy(theirs, PROMPT, 30)
     assert min(gaps) > 1e-4  # no near-tie: equality is meant
     for max_step_tokens in (512, 32, 7):
-        settings = EngineSettings(
-            num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK_SIZE, max_step_tokens=max_step_tokens
+        settings = settings_of(backend, max_step_tokens)
+        engine = Engine(
+            TorchRunner(*forward_of(ours, settings), ours.config.vocab_size),
+            BlockPool(NUM_BLOCKS, BLOCK_SIZE),
+            settings,
+            frozenset(),
+            VirtualClock(),
         )
-        runner = TorchRunner(ours, KvCache.for_model(ours.config, settings, torch.float32))
-        engine = Engine(runner, BlockPool(NUM_BLOCKS, BLOCK_SIZE), settings, frozenset(), VirtualClock())
         assert greedy(engine, "part", PROMPT[:50], 1)
         computed = engine.load().prefill_tokens
         assert greedy(engine, "first", PROMPT, 30) == expected
@@ -145,8 +169,9 @@ def test_gguf_files_hold_the_same_models(tmp_path, name, kind):
     theirs = random_model(name)
     ours = load_model(write_gguf(theirs, tmp_path / "small.gguf", quantization), torch.float32)
     round_to(theirs, quantization)
-    found = logits_of(ours, (70, 1), "torch")
-    torch.testing.assert_close(found, expected_logits(theirs), atol=1e-4, rtol=1e-4)
+    for backend in HERE[1:]:
+        found = logits_of(ours, (70, 1), backend)
+        torch.testing.assert_close(found, expected_logits(theirs), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

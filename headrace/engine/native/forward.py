@@ -50,11 +50,21 @@ class NativeForward:
         return self._weights.num_bytes
 
     def run(self, plan: StepPlan) -> list[int]:
+        """Raises IndexError for a token that the model does not have."""
         assert plan.num_tokens <= self._max_step_tokens
+        for chunk in plan.chunks:
+            self._check(chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens])
         self._team.pin_caller()
         last_rows = self._step.fill(plan)
         self._kernels.forward(self._handle, self._step.struct)
         return last_rows
+
+    def _check(self, token_ids: Sequence[int]) -> None:
+        # The kernels would read beyond the embedding.
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            raise IndexError(
+                f"token ids from {min(token_ids)} to {max(token_ids)}, of {self._vocab_size} tokens"
+            )
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         if len(rows) > len(self._rows):

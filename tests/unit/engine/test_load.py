@@ -34,5 +34,5 @@ def test_backend_auto_is_torch_without_the_native_kernels(monkeypatch, tiny_mode
     runner, cache = load_runner(tiny_model_files, ModelSettings(dtype="float32"), engine)
     assert isinstance(runner._forward, forward.EagerForward)
     assert cache.num_blocks == 8
-    runner.warm_up()
+    runner.warm_up(engine.max_step_tokens)
     assert not cache.tensor.any()
