@@ -32,7 +32,7 @@ class Draw:
 
 def sample(logits_NV: torch.Tensor, draws: list[Draw]) -> list[int]:
     """One token id per row of fp32 logits. Each row has a finite one; -inf is not drawn."""
-    tokens_N = logits_NV.argmax(-1)  # the first of equals
+    tokens_N = torch.from_numpy(logits_NV.numpy().argmax(axis=1))  # the first of equals; faster than torch's
     rows = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
     if rows:
         # All rows but the greedy ones are mostly all rows: no copy of the logits then.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+import numpy as np
 import structlog
 import torch
 
@@ -124,11 +125,11 @@ class TorchRunner:
 
 def _not_finite(logits_NV: torch.Tensor) -> dict[int, HeadraceError]:
     """Errors by row."""
-    low_N, high_N = logits_NV.aminmax(dim=-1)  # NaN wins both
-    bad_N = ~(low_N.isfinite() & high_N.isfinite())
+    values_NV = logits_NV.numpy()  # whose reductions are several times as fast
+    bad_N = ~(np.isfinite(values_NV.min(axis=1)) & np.isfinite(values_NV.max(axis=1)))  # NaN wins both
     return {
         row: InternalError("the model gave logits that are not finite")
-        for row in bad_N.nonzero()[:, 0].tolist()
+        for row in np.flatnonzero(bad_N).tolist()
     }
 
 

@@ -92,7 +92,7 @@ long most_steps(const Model& model) {
 }
 
 long scratch_for(long steps, long head_dim) {
-  long product = std::max(4 * 32 * 32 + 4096 * std::max(8L, steps), 4L * (128 * 32 + 4 * 1024 + 8 * 4 * 32));
+  long product = std::max(4 * 32 * 32 + 4096 * std::max(8L, steps), 4L * (128 * 32 + std::max(4 * 1024 + 8 * 4 * 32L, 96 * steps)));
   long depth = padded(head_dim);
   long attention = 4 * (MAX_UNIT_ROWS * (2 * depth + 64 + std::max(64L, depth) + 16 + 2) + (3 * 64 + 1) * depth);
   return (std::max(product, attention) + 4095) / 4096 * 4096;
