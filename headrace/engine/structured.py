@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -32,7 +32,7 @@ from headrace.errors import HeadraceError, InternalError, InvalidRequest, ModelE
 from headrace.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
 T = TypeVar("T")
 
@@ -223,35 +223,9 @@ class Constraint:
                 raise self._failure(f"token {token_id} can not follow")
         self._token_ids.append(token_id)
 
-    def replay(self, token_ids: Sequence[int]) -> None:
-        """Go to where a sequence is that has answered so much already, wherever this one stands. Raises as `accept`."""
-        fresh = Constraint(self._compiled, self._vocab_size)
-        for token_id in token_ids:
-            fresh.accept(token_id)
-        self._matcher, self._is_alone, self._token_ids = fresh._matcher, fresh._is_alone, fresh._token_ids
-
     def fresh(self) -> Constraint:
         """For another sequence with the same grammar, at its beginning."""
         return Constraint(self._compiled, self._vocab_size)
-
-    @staticmethod
-    def fill_masks(constraints: Sequence[Constraint], rows: NDArray[np.uint32]) -> list[InternalError | None]:
-        """`fill_mask` for each constraint and its row of `rows` [len(constraints), words], in parallel.
-
-        Returns what each one raised: a failure leaves its own row empty and touches no other.
-        """
-        _check_rows(rows)
-        if constraints:
-            matchers = [(constraint._matcher, index) for index, constraint in enumerate(constraints)]
-            _executor().unsafe_compute_mask_ptr(matchers, rows.ctypes.data, rows.strides[0], len(rows))
-        failures: list[InternalError | None] = []
-        for constraint, row in zip(constraints, rows, strict=True):
-            try:
-                constraint._check_filled(row)
-                failures.append(None)
-            except InternalError as error:
-                failures.append(error)
-        return failures
 
     def _fill(self, row: NDArray[np.uint32]) -> None:
         _check_rows(row)
@@ -285,20 +259,9 @@ class Constraint:
         )
 
 
-fill_masks = Constraint.fill_masks
-
-
 def _check_rows(rows: NDArray[np.uint32]) -> None:
     """Their address is handed to Rust, which checks the width of a row, and nothing else."""
     assert rows.dtype == np.uint32 and rows.flags.c_contiguous and rows.flags.writeable
-
-
-@functools.cache
-def _executor() -> LLExecutor:
-    """Threads, started by the first batch: as many as llguidance thinks fit for the machine."""
-    from llguidance import LLExecutor
-
-    return LLExecutor()
 
 
 class _Compiled:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine import structured
-from headrace.engine.structured import Constraint, GrammarCompiler, fill_masks
+from headrace.engine.structured import Constraint, GrammarCompiler
 from headrace.errors import InternalError, InvalidRequest, ModelError, Overloaded
 from headrace.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from headrace.tokenizer import load_tokenizer
@@ -322,60 +322,11 @@ def test_random_answers_match_their_lark_grammar(model, seed):
 HALF = '{"name":"ab","age":3,"tags":["'
 
 
-def test_replay_is_the_same_as_going_step_by_step(small):
-    stepped = small.compile(json_schema(PERSON))
-    spell(stepped, HALF)
-    for before in ("", HALF, '{"name":"x"'):
-        replayed = spell(stepped.fresh(), before)
-        replayed.replay(list(HALF.encode()))
-        assert allowed(replayed) == allowed(stepped)
-        assert not replayed.is_finished
-    replayed.replay([QUOTED, *b'name":"', 262, *b'","age":3,"tags":["'])  # other tokens, same text
-    assert allowed(replayed) == allowed(stepped)
-
-
-def test_replay_heals_what_failed_and_can_itself_fail(small):
-    constraint = small.compile(regex("abc"))
-    with pytest.raises(InternalError):
-        constraint.accept(ord("x"))
-    constraint.replay([ord("a")])
-    assert allowed(constraint) == [ord("b")]
-    with pytest.raises(InternalError):
-        constraint.replay([ord("a"), ord("c")])
-    constraint.replay([])
-    assert allowed(constraint) == [ord("a"), 262]
-
-
 def test_children_go_their_own_way(small):
     first = spell(small.compile(regex("(abc|xyz)")), "ab")
     second = spell(first.fresh(), "x")
     assert allowed(first) == [ord("c")]
     assert allowed(second) == [ord("y")]
-
-
-def test_a_batch_gets_the_masks_that_each_would_get_alone(small):
-    start = small.compile(json_schema(PERSON))
-    constraints = [spell(start.fresh(), HALF[:length]) for length in range(len(HALF) + 1)]
-    constraints.append(spell(small.compile(choice("a")), "a"))
-    rows = np.full((len(constraints), words()), 0xFFFFFFFF, dtype=np.uint32)
-    assert fill_masks(constraints, rows) == [None] * len(constraints)
-    assert [bits(row) for row in rows] == [allowed(constraint) for constraint in constraints]
-    one = np.zeros((1, words()), dtype=np.uint32)
-    assert fill_masks(constraints[-1:], one) == [None]
-    assert (one == rows[-1:]).all()
-    assert fill_masks([], rows[:0]) == []
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_in_a_batch_a_failure_empties_its_own_row_only(small, count):
-    constraints = [small.compile(regex("ab")) for _ in range(count)]
-    with pytest.raises(InternalError):
-        constraints[0].accept(ord("x"))
-    rows = np.full((count, words()), 0xFFFFFFFF, dtype=np.uint32)
-    failure, *others = fill_masks(constraints, rows)
-    assert isinstance(failure, InternalError)
-    assert others == [None] * (count - 1)
-    assert [bits(row) for row in rows] == [[]] + [[ord("a"), 262]] * (count - 1)
 
 
 # --- SO-01: grammars that are bad, late or too much ------------------------------------------------------------------
@@ -556,20 +507,6 @@ def test_so_01_e_a_matcher_that_fails_later_fails_its_own_sequence_only(weak):
     assert allowed(waiting) == expected
     waiting.accept(ord("b"))
     assert allowed(weak.compile(HEAVY)) == allowed(doomed.fresh()) == expected
-
-
-def test_so_01_e_so_it_is_in_a_batch_and_where_a_token_is_accepted_next(weak):
-    doomed, masked, accepting = (weak.compile(HEAVY) for _ in range(3))
-    with pytest.raises(InternalError):
-        exhaust(doomed)
-    rows = np.full((2, words()), 0xFFFFFFFF, dtype=np.uint32)
-    failures = fill_masks([doomed, masked], rows)
-    assert isinstance(failures[0], InternalError)
-    assert failures[1] is None
-    assert bits(rows[0]) == []
-    assert ord("a") in bits(rows[1])
-    accepting.accept(ord("a"))
-    assert allowed(accepting) == bits(rows[1])
 
 
 # --- compiling in time -----------------------------------------------------------------------------------------------
