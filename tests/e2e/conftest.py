@@ -22,10 +22,10 @@ from tests.support.audit import assert_idle_pool
 from tests.support.engines import engine_for
 from tests.support.hf_reference import reference_model
 
-NUM_NEW_TOKENS = 12
+NUM_NEW_TOKENS = 10
 NUM_PROMPTS = 104
 # Around block edges (32), chunk edges (16, 64, 512), and up to 1,100 tokens; the rest at random up to 60.
-LENGTHS = (1, 2, 7, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 129, 200, 256, 333, 511, 513, 777, 1100)
+LENGTHS = (1, 2, 7, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 129, 200, 256, 333, 511, 513, 1100)
 NEAR_TIE = 1e-4  # fp32: a smaller gap between the two best logits decides nothing
 MAX_NEAR_TIES = 1
 
@@ -89,7 +89,7 @@ def reference(model_files) -> Reference:
     draw = random.Random(0)
     lengths = [*LENGTHS, *(draw.randint(3, 60) for _ in range(NUM_PROMPTS - len(LENGTHS)))]
     prompts = prompts_of(token_ids, lengths)
-    candidates = answers_of(engine_for(model_files), prompts, batch=1)
+    candidates = answers_of(engine_for(model_files), prompts, batch=8)
     model = reference_model(model_files)
     answers, gaps = [], []
     with torch.inference_mode():
