@@ -20,7 +20,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_BIAS = 100.0  # either sign
 MAX_BIASED_TOKENS = 1024
-MAX_LISTED_TOKENS = 4096  # in a list of allowed, banned or stop token ids
+MAX_LISTED_TOKENS = 4096  # in a list of allowed or of banned token ids
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
 MAX_SEED = 2**64 - 1
@@ -91,12 +91,12 @@ def validate(
     Comparisons are written so that NaN fails them.
     """
     _check_distribution(params)
+    _check_token_lists(params, vocab_size)  # bounds what is looked at one by one below
     _check_penalties(params)
     _check_range("seed", params.seed, 0, MAX_SEED)
     _check_length(params.max_tokens, num_prompt_tokens, max_model_tokens)
     _check_range("min_tokens", params.min_tokens, 0, params.max_tokens)
     _check_stops(params.stop_strings)
-    _check_token_lists(params, vocab_size)
     for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if number is not None:
             _check_range(name, number, 0, MAX_LOGPROBS)
@@ -131,8 +131,6 @@ def _check_penalties(params: SamplingParams) -> None:
     )
     _check_range("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_range("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    if len(params.logit_bias) > MAX_BIASED_TOKENS:
-        raise InvalidRequest("logit_bias", len(params.logit_bias), f"at most {MAX_BIASED_TOKENS} tokens")
     for token_id, bias in params.logit_bias:
         _check_range(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
 

@@ -5,7 +5,6 @@ A shared host drifts by the minute, so a figure of yesterday is no floor of toda
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 
 from headrace.bench.floors import Limits
 from headrace.engine.native import library
-from headrace.engine.native.packing import PackedMatrix
+from headrace.engine.native.packing import PackedMatrix, huge_pages
 from headrace.engine.native.threads import Team
 
 # Tokens, inputs and outputs of matrix products: those of small models, and larger ones. Multiples of 32.
@@ -129,7 +128,4 @@ def _random(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tens
 
 def _touched(num_bytes: int) -> torch.Tensor:
     """fp32 memory that is really there, in large pages where the system has them."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+    return torch.frombuffer(huge_pages(num_bytes), dtype=torch.float32).fill_(1.0)

@@ -44,7 +44,7 @@ class PackedMatrix:
         num_rows, first = next(pieces)
         self.struct = _struct(first, num_rows)
         self.num_bytes: int = kernels.packed_bytes(self.struct)
-        self._memory = _huge_pages(self.num_bytes)
+        self._memory = huge_pages(self.num_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.struct.data = address
         self._bias = None if bias is None else _padded(bias if order is None else _taken(bias, order))
@@ -144,7 +144,7 @@ def _padded(bias: torch.Tensor) -> np.ndarray:
     return padded
 
 
-def _huge_pages(num_bytes: int) -> mmap.mmap:
+def huge_pages(num_bytes: int) -> mmap.mmap:
     """Memory of zeros, in pages of 2 MiB where the system has them: reading weights then misses no translation."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
