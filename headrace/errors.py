@@ -7,6 +7,8 @@
     ├── Overloaded            RESOURCE_EXHAUSTED   try again after `retry_after_s`
     ├── DeadlineExceeded      DEADLINE_EXCEEDED    the request's own deadline passed
     ├── RequestCancelled      CANCELLED            the client left, or its session ended
+    ├── PermissionDenied      PERMISSION_DENIED    this caller may not do that
+    ├── StaleBlocks           FAILED_PRECONDITION  KV blocks that changed while they were read
     ├── LayoutMismatch        FAILED_PRECONDITION  two workers that can not exchange KV; names the field
     ├── Unavailable           UNAVAILABLE          nobody there to do it; trying elsewhere or later can help
     │   ├── WorkerGone                             the worker died or its incarnation changed
@@ -33,6 +35,7 @@ class Code(StrEnum):
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     FAILED_PRECONDITION = "FAILED_PRECONDITION"
     UNAVAILABLE = "UNAVAILABLE"
     INTERNAL = "INTERNAL"
@@ -91,6 +94,16 @@ class DeadlineExceeded(HeadraceError):
 
 class RequestCancelled(HeadraceError):
     code = Code.CANCELLED
+
+
+class PermissionDenied(HeadraceError):
+    code = Code.PERMISSION_DENIED
+
+
+class StaleBlocks(HeadraceError):
+    """What was read is not what was promised: a block was recycled in between."""
+
+    code = Code.FAILED_PRECONDITION
 
 
 class LayoutMismatch(HeadraceError):

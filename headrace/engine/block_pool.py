@@ -1,9 +1,10 @@
 """Who uses each KV block. The only module that changes a block's state; called by scheduler and engine, on one thread.
 
     FREE ──allocate──▶ ACTIVE ──store──▶ named in the prefix tree ──last user gone──▶ CACHED ──evict──▶ FREE
-    owner side     ACTIVE ──hold──▶ HELD ──release_hold (released or expired)──▶ CACHED, or FREE without a name
+    owner side     ACTIVE, CACHED ──hold──▶ HELD ──release_hold (released or expired)──▶ CACHED, or FREE without a name
     reader side    FREE ──fill──▶ FILLING ──arrived──▶ ACTIVE
-                   FILLING ──quarantine──▶ QUARANTINED ──settle──▶ FREE
+                   FREE ──begin_import──▶ FILLING ──finish_import──▶ HELD under its names
+                   FILLING ──quarantine, abandon_import──▶ QUARANTINED ──settle──▶ FREE
 
 A block may have several users (sequences with a common prefix) and be in several holds; while it is in any hold it
 counts as HELD. free + active + cached + held + filling + quarantined = total, always.
@@ -12,8 +13,8 @@ counts as HELD. free + active + cached + held + filling + quarantined = total, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from headrace.engine.prefix_tree import PrefixTree
@@ -46,6 +47,16 @@ class Hold:
     block_ids: list[int]
     ttl_s: float
     expires_at_s: float
+    reader: str = ""  # the only one who may renew or release it from outside
+    generations: list[int] = field(default_factory=list)  # of the blocks when they were taken into the hold
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBlock:
+    """What a full block is called, and the one before it in its prompt."""
+
+    digest: bytes
+    parent_digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,11 @@ class PoolAudit:
     filling: int
     quarantined: int
     problems: list[str]
+    holds: list[Hold]
 
+
+# A hold that is over is ended by the next step or idle round; one that is there for so much longer is a leak.
+_STRAY_AFTER_S = 5.0
 
 _AUDITED = ("users", "holds", "name", "times on the free list", "quarantined")
 
@@ -76,6 +91,7 @@ class BlockPool:
         self._tree = PrefixTree(max_retained=num_blocks // 2)
         self._holds: dict[str, Hold] = {}
         self._quarantine: dict[str, list[int]] = {}
+        self._imports: dict[str, list[int]] = {}
         self._changes: dict[bytes, bool] = {}  # since last drained: True stored, False removed
         self.num_returned = (
             0  # times that a block became available; what did not fit may fit when this has grown
@@ -164,14 +180,22 @@ class BlockPool:
     # --- holds ------------------------------------------------------------------------------------------------------
 
     def hold(self, hold: Hold) -> None:
-        """Keep blocks that are in use until `release_hold(hold.owner)`, whoever stops using them."""
+        """Keep blocks that are in use, held or cached until `release_hold(hold.owner)`, whoever stops using them."""
         assert hold.owner not in self._holds
         self._holds[hold.owner] = hold
+        hold.generations = [self.generation(block_id) for block_id in hold.block_ids]
         for block_id in hold.block_ids:
             block = self._blocks[block_id]
-            assert block.users > 0
+            if block.state is BlockState.CACHED:
+                assert block.digest is not None
+                self._tree.mark_used(block.digest)
+            else:
+                assert block.state in (BlockState.ACTIVE, BlockState.HELD)
             block.holds += 1
             block.state = BlockState.HELD
+
+    def find_hold(self, owner: str) -> Hold | None:
+        return self._holds.get(owner)
 
     def renew_hold(self, owner: str, now_s: float) -> bool:
         """Start the hold's time again. False when there is no such hold."""
@@ -198,6 +222,7 @@ class BlockPool:
             self._blocks[block_id].holds -= 1
             self._place(block_id)
         del hold.block_ids[num_blocks:]
+        del hold.generations[num_blocks:]
 
     def expired_holds(self, now_s: float) -> list[str]:
         """Owners of the holds whose time is over."""
@@ -233,11 +258,38 @@ class BlockPool:
             self._recycle(block_id)
         self.num_returned += len(block_ids)
 
+    def begin_import(self, owner: str, count: int) -> list[int]:
+        """Blocks that `owner` fills with cached content of somebody else; until `finish_import` or `abandon_import`."""
+        assert not self.owns(owner)
+        self._imports[owner] = self.fill(count)
+        return list(self._imports[owner])
+
+    def finish_import(self, names: Sequence[NamedBlock], hold: Hold) -> int:
+        """The blocks of `hold.owner`'s import are here, one for each name, and checked: let others find them. They are
+        held, not to be evicted before their use. Returns how many were news; those that were not are free again.
+        """
+        block_ids = self._imports.pop(hold.owner)
+        self.arrived(block_ids)
+        for block_id, name in zip(block_ids, names, strict=True):
+            self.store(block_id, name.digest, name.parent_digest)
+        hold.block_ids = [i for i in block_ids if self._blocks[i].digest is not None]
+        self.hold(hold)
+        self.release(block_ids)
+        return len(hold.block_ids)
+
+    def abandon_import(self, owner: str) -> None:
+        """Given up: quarantined until `settle(owner)`. Nothing for an unknown owner."""
+        self.quarantine(owner, self._imports.pop(owner, []))
+
     # --- the pool as a whole ----------------------------------------------------------------------------------------
 
     def owns(self, owner: str) -> bool:
-        """Whether blocks are held or quarantined under this name."""
-        return owner in self._holds or owner in self._quarantine
+        """Whether blocks are held, quarantined or filled under this name."""
+        return owner in self._holds or owner in self._quarantine or owner in self._imports
+
+    def hottest(self, max_blocks: int) -> list[NamedBlock]:
+        """Names of cached and used blocks, most recently used prompts first, each block behind its parent."""
+        return [NamedBlock(*names) for names in self._tree.hottest(max_blocks)]
 
     def forget_cached(self) -> None:
         """CACHED to FREE, all of them. Blocks in use keep their names."""
@@ -257,8 +309,15 @@ class BlockPool:
             [digest for digest, is_stored in changes.items() if not is_stored],
         )
 
-    def audit(self, users: Mapping[int, int] | None = None) -> PoolAudit:
-        """Count everything anew; walks the whole pool. `users`: how many block tables have each block, where known."""
+    def audit(
+        self,
+        users: Mapping[int, int] | None = None,
+        reserved: Set[int] | None = None,
+        now_s: float = float("-inf"),
+    ) -> PoolAudit:
+        """Count everything anew; walks the whole pool. `users`: how many block tables have each block, `reserved`: those
+        that are filled for a sequence, both where known. `now_s` finds the holds that should be over.
+        """
         states = Counter(block.state for block in self._blocks)
         return PoolAudit(
             total=self.num_blocks,
@@ -268,7 +327,12 @@ class BlockPool:
             held=states[BlockState.HELD],
             filling=states[BlockState.FILLING],
             quarantined=states[BlockState.QUARANTINED],
-            problems=[*self._problems(users), *self._tree.problems()],
+            problems=[
+                *self._problems(users),
+                *self._problems_outside(reserved, now_s),
+                *self._tree.problems(),
+            ],
+            holds=list(self._holds.values()),
         )
 
     def _take(self, count: int, state: BlockState, *, users: int) -> list[int]:
@@ -335,6 +399,24 @@ class BlockPool:
                         yield f"block {block_id} ({block.state.name}): {what} noted {note}, counted {count}"
             if not self._state_fits(block):
                 yield f"block {block_id} is {block.state.name} with {block.users} users and {block.holds} holds"
+
+    def _problems_outside(self, reserved: Set[int] | None, now_s: float) -> Iterable[str]:
+        """What is wrong with holds and with blocks that are being filled."""
+        for hold in self._holds.values():
+            name = (
+                f"hold {hold.owner} ({hold.reason}, {len(hold.block_ids)} blocks, reader {hold.reader or 'none'})"
+            )
+            if now_s - hold.expires_at_s > _STRAY_AFTER_S:
+                yield f"{name} should have ended {now_s - hold.expires_at_s:.1f} s ago"
+            if hold.generations != [self.generation(block_id) for block_id in hold.block_ids]:
+                yield f"{name} has blocks that were recycled"
+        if reserved is None:
+            return
+        known = {block_id for block_ids in self._imports.values() for block_id in block_ids} | reserved
+        for block_id, block in enumerate(self._blocks):
+            if (block.state is BlockState.FILLING) != (block_id in known):
+                who = "somebody" if block_id in known else "nobody"
+                yield f"block {block_id} is {block.state.name}, and {who} fills it"
 
     @staticmethod
     def _state_fits(block: _Block) -> bool:

@@ -12,7 +12,7 @@ schedule (`scheduler.py`), run (`runner.py`), post-process (here).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ import structlog
 
 from headrace.clock import Clock
 from headrace.config import EngineSettings
-from headrace.engine.block_pool import BlockPool, PoolAudit
+from headrace.engine.block_pool import BlockPool, Hold, NamedBlock, PoolAudit
 from headrace.engine.runner import ModelRunner
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import (
@@ -38,7 +38,16 @@ from headrace.engine.sequence import (
     StepPlan,
     finish_reason,
 )
-from headrace.errors import HeadraceError, InternalError, NotFound, RequestCancelled, Unavailable
+from headrace.errors import (
+    AlreadyExists,
+    HeadraceError,
+    InternalError,
+    NotFound,
+    PermissionDenied,
+    RequestCancelled,
+    StaleBlocks,
+    Unavailable,
+)
 from headrace.sampling_params import FinishReason
 
 log = structlog.get_logger()
@@ -59,6 +68,23 @@ class EngineLoad:
     cached_tokens: int  # prompt tokens found in the prefix tree …
     queries: int  # … out of so many looked up, each sequence counted once
     preemptions: int
+    expired_holds: int
+    prefill_tokens_per_s: float  # lately, by steps that mostly prefilled; 0: not known yet
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Blocks held for a reader by their names, and the generation of each."""
+
+    block_ids: list[int]
+    generations: list[int]
+
+
+# A hold that renews the blocks of a prefix which came from outside, until the sequence that needs them has started.
+_IMPORT_REASON = "prefix fetched for a waiting prompt"
+_MAX_PROBLEMS_LOGGED = 20
+# Each new step counts this much in the rate of prefill.
+_RATE_WEIGHT = 0.2
 
 
 class Engine:
@@ -81,6 +107,8 @@ class Engine:
         self._num_steps = 0
         self._num_prefill_tokens = 0
         self._num_output_tokens = 0
+        self._num_expired_holds = 0
+        self._prefill_tokens_per_s = 0.0
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
@@ -113,24 +141,74 @@ class Engine:
         """Nobody outside can write into the aborted sequence's blocks any more. Nothing for an unknown owner."""
         self._pool.settle(owner)
 
-    def renew_hold(self, owner: str) -> bool:
-        """Start the hold's time again. False when there is no such hold (any more)."""
+    def lease(self, owner: str, reason: str, reader: str, names: Items[bytes], ttl_s: float) -> Lease:
+        """Hold the leading blocks of `names` that are here, for one reader; none are: no hold. Raises AlreadyExists."""
+        if self._pool.owns(owner) or self._scheduler.find(owner):
+            raise AlreadyExists(f"lease {owner} is in use")
+        block_ids = self._pool.match(names)
+        if not block_ids:
+            return Lease([], [])
+        hold = Hold(owner, reason, block_ids, ttl_s, self.clock.now() + ttl_s, reader)
+        self._pool.hold(hold)
+        return Lease(list(hold.block_ids), list(hold.generations))
+
+    def renew_hold(self, owner: str, reader: str | None = None) -> bool:
+        """Start the hold's time again. False when there is no such hold (any more). Raises PermissionDenied when it is
+        kept for another reader.
+        """
         self.expire_holds()
+        self._check_reader(owner, reader)
         return self._pool.renew_hold(owner, self.clock.now())
 
-    def release_hold(self, owner: str) -> bool:
-        """The reader is done with the blocks. False when there is no such hold (any more)."""
+    def release_hold(
+        self, owner: str, reader: str | None = None, generations: Mapping[int, int] | None = None
+    ) -> bool:
+        """The reader is done with the blocks. False when there is no such hold (any more).
+
+        `generations` by block id: what the reader was told of the blocks it read. Raises StaleBlocks if one of them has
+        been recycled since, PermissionDenied as `renew_hold`.
+        """
+        self._check_reader(owner, reader)
+        changed = [i for i, told in (generations or {}).items() if not self._is_generation(i, told)]
         if not self._pool.release_hold(owner):
             return False
         self._fail(owner, RequestCancelled(f"the hold of {owner} was released"))
+        if changed:
+            raise StaleBlocks(f"blocks {changed[:8]} of lease {owner} were recycled while they were read")
         return True
 
     def expire_holds(self) -> None:
         """End the holds whose time is over. Each step does this too."""
         for owner in self._pool.expired_holds(self.clock.now()):
+            hold = self._pool.find_hold(owner)
+            assert hold is not None
+            self._num_expired_holds += 1
+            log.warning(
+                "hold expired",
+                owner=owner,
+                reason=hold.reason,
+                reader=hold.reader,
+                blocks=len(hold.block_ids),
+            )
             self._pool.release_hold(owner)
-            log.warning("hold expired", owner=owner)
             self._fail(owner, Unavailable(f"the hold expired while {owner} was being computed"))
+
+    def begin_import(self, owner: str, count: int) -> list[int]:
+        """Blocks to be filled with cached content of another engine; as many as can be spared, perhaps none."""
+        count = min(count, self._scheduler.num_to_spare())
+        return self._pool.begin_import(owner, count) if count > 0 else []
+
+    def finish_import(self, owner: str, names: Items[NamedBlock], ttl_s: float) -> int:
+        """The import's blocks are here, one for each name. They can be found from now on, and are held until
+        `release_hold(owner)`. Returns how many were news.
+        """
+        return self._pool.finish_import(
+            names, Hold(owner, _IMPORT_REASON, [], ttl_s, self.clock.now() + ttl_s)
+        )
+
+    def abandon_import(self, owner: str) -> None:
+        """Given up: the blocks are quarantined until `settle(owner)`. Nothing for an unknown owner."""
+        self._pool.abandon_import(owner)
 
     def reset_cache(self) -> None:
         """Forget all cached blocks that nobody uses or holds."""
@@ -148,13 +226,35 @@ class Engine:
         """Whether the next step would do or report anything. False while all that waits, waits for blocks."""
         return bool(self._events) or self._pool.has_changes or self._scheduler.has_work
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._scheduler.num_running or self._scheduler.num_waiting)
+
     def num_cached_blocks(self, hashes: list[bytes]) -> int:
         """How many blocks of this prefix are in the tree."""
         return len(self._pool.match(hashes))
 
+    def missing(self, names: Items[NamedBlock]) -> list[NamedBlock]:
+        """Those that are not here."""
+        return [name for name in names if not self._pool.knows(name.digest)]
+
+    def hottest(self, max_blocks: int) -> list[NamedBlock]:
+        """The blocks most worth keeping, each behind its parent."""
+        return self._pool.hottest(max_blocks)
+
     def audit(self) -> PoolAudit:
-        """Every block accounted for. Walks the pool: for idle moments and status calls."""
-        return self._pool.audit(self._scheduler.block_users())
+        """Every block accounted for; what does not add up is logged. Walks the pool: for idle moments and on demand."""
+        audit = self._pool.audit(
+            self._scheduler.block_users(), self._scheduler.blocks_being_filled(), self.clock.now()
+        )
+        if audit.problems:
+            log.error(
+                "the block audit failed",
+                problems=audit.problems[:_MAX_PROBLEMS_LOGGED],
+                num_problems=len(audit.problems),
+            )
+        return audit
 
     def load(self) -> EngineLoad:
         """Cheap, and may be called from another thread: figures of one moment, perhaps of two."""
@@ -170,6 +270,8 @@ class Engine:
             cached_tokens=self._scheduler.num_cached_tokens,
             queries=self._scheduler.num_queried_tokens,
             preemptions=self._scheduler.num_preemptions,
+            expired_holds=self._num_expired_holds,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
         )
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -191,11 +293,22 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> list[ChunkResult]:
         self._num_steps += 1
+        started_at_s = self.clock.now()
         try:
-            return self._runner.run(plan)
+            results = self._runner.run(plan)
+            self._note_rate(plan, self.clock.now() - started_at_s)
+            return results
         except Exception as error:  # the engine loop: this step's sequences fail, the others go on
             log.exception("step failed", sequences=[chunk.sequence.id for chunk in plan.chunks])
             return [ChunkResult(error=InternalError(f"the step failed: {error!r}"))] * len(plan.chunks)
+
+    def _note_rate(self, plan: StepPlan, seconds: float) -> None:
+        """How fast prompts are computed, from the steps that are mostly that."""
+        num_prefill = sum(chunk.num_tokens for chunk in plan.chunks if not _is_decode(chunk))
+        if 2 * num_prefill < plan.num_tokens or seconds <= 0:
+            return
+        known = self._prefill_tokens_per_s or num_prefill / seconds
+        self._prefill_tokens_per_s = known + _RATE_WEIGHT * (num_prefill / seconds - known)
 
     def _post_process(self, plan: StepPlan, results: list[ChunkResult]) -> None:
         for chunk, result in zip(plan.chunks, results, strict=True):
@@ -218,8 +331,7 @@ class Engine:
                 self._draw(sequence, result.drawn)
 
     def _count(self, chunk: Chunk) -> None:
-        is_decode = chunk.num_tokens == 1 and chunk.sequence.num_output_tokens > 0
-        if not is_decode:
+        if not _is_decode(chunk):
             self._num_prefill_tokens += chunk.num_tokens
 
     def _announce_blocks(self, sequence: Sequence) -> None:
@@ -229,7 +341,9 @@ class Engine:
         num_ready = len(sequence.block_ids) if is_last else num_full
         first = sequence.num_announced_blocks
         if num_ready > first:
-            self._events.append(BlocksReady(sequence.id, first, sequence.block_ids[first:num_ready]))
+            block_ids = sequence.block_ids[first:num_ready]
+            generations = [self._pool.generation(block_id) for block_id in block_ids]
+            self._events.append(BlocksReady(sequence.id, first, block_ids, generations))
             sequence.num_announced_blocks = num_ready
 
     def _draw(self, sequence: Sequence, drawn: Items[Drawn]) -> None:
@@ -264,6 +378,15 @@ class Engine:
         self._num_output_tokens += 1
         self._events.append(NewToken(sequence_id, token.token_id, reason, choice, token.logprobs))
 
+    def _is_generation(self, block_id: int, told: int) -> bool:
+        """Whether the block has not been recycled since somebody was told its generation."""
+        return 0 <= block_id < self._pool.num_blocks and self._pool.generation(block_id) == told
+
+    def _check_reader(self, owner: str, reader: str | None) -> None:
+        hold = self._pool.find_hold(owner)
+        if hold is not None and reader is not None and hold.reader != reader:
+            raise PermissionDenied(f"lease {owner} is kept for another reader than {reader}")
+
     def _fail(self, sequence_id: str, error: HeadraceError) -> None:
         """End a sequence with all its choices; nothing when it is over already."""
         choices = self._scheduler.find(sequence_id)
@@ -295,3 +418,7 @@ class Engine:
                 filling=audit.filling,
                 quarantined=audit.quarantined,
             )
+
+
+def _is_decode(chunk: Chunk) -> bool:
+    return chunk.num_tokens == 1 and chunk.sequence.num_output_tokens > 0

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from headrace.engine.block_pool import PoolAudit
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import StepOutput
 from headrace.errors import InternalError, Unavailable
@@ -25,6 +26,8 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _IDLE_WAIT_S = 0.1  # how late a hold's expiry may be noticed
+_AUDIT_WHEN_IDLE_S = 5.0  # the audit takes long in a large pool: once nobody has come for so long, …
+_AUDIT_INTERVAL_S = 60.0  # … and again after this
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,9 @@ class EngineThread:
         self._closing = threading.Lock()  # makes "not stopped yet, so queue it" one action
         self._stopped = False
         self._last_round_s = engine.clock.now()
+        self._busy_at_s = engine.clock.now()
+        self.last_audit: PoolAudit | None = None  # made when idle; read by anybody
+        self._audited_at_s = float("-inf")
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -93,7 +99,16 @@ class EngineThread:
             self._run_commands(0.0 if has_work else _IDLE_WAIT_S)
             if not self._stopped:
                 has_work = self._step()
+                self._audit_if_idle()
         self._refuse_queued()
+
+    def _audit_if_idle(self) -> None:
+        now_s = self._engine.clock.now()
+        if self._engine.is_busy:
+            self._busy_at_s = now_s
+        elif now_s - max(self._busy_at_s, self._audited_at_s + _AUDIT_INTERVAL_S) > _AUDIT_WHEN_IDLE_S:
+            self._audited_at_s = now_s
+            self.last_audit = self._engine.audit()
 
     def _run_commands(self, wait_s: float) -> None:
         """All that are queued; waits up to `wait_s` for the first."""

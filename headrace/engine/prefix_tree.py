@@ -28,6 +28,7 @@ _LEVELS = range(MAX_RETENTION + 1)
 @dataclass(slots=True, eq=False)
 class _Node:
     digest: bytes
+    parent_digest: bytes
     block_id: int
     parent: _Node | None
     retention: int
@@ -80,7 +81,7 @@ class PrefixTree:
             self.retain(digest, retention)
             return False
         parent = self._nodes.get(parent_digest)
-        node = _Node(digest, block_id, parent, retention)
+        node = _Node(digest, parent_digest, block_id, parent, retention)
         self._nodes[digest] = node
         if parent is not None:
             if parent.idle_since and not parent.children:
@@ -128,6 +129,23 @@ class PrefixTree:
         if node.parent is not None:
             self._unlink(node, node.parent)
         return node.block_id, node.digest
+
+    def hottest(self, max_blocks: int) -> list[tuple[bytes, bytes]]:
+        """(digest, parent's digest) of whole paths from a root, those used now or last first, up to `max_blocks`."""
+        leaves = [node for node in self._nodes.values() if not node.children]
+        leaves.sort(key=lambda node: node.idle_since or float("inf"), reverse=True)
+        chosen: dict[bytes, bytes] = {}
+        for leaf in leaves:
+            path: list[_Node] = []
+            node: _Node | None = leaf
+            while node is not None and node.digest not in chosen:
+                path.append(node)
+                node = node.parent
+            for step in reversed(path[max(0, len(path) + len(chosen) - max_blocks) :]):
+                chosen[step.digest] = step.parent_digest
+            if len(chosen) >= max_blocks:
+                break
+        return list(chosen.items())
 
     def block_names(self) -> dict[int, bytes]:
         """Digest by block id, of every node."""

@@ -219,6 +219,21 @@ class Scheduler:
             if self._pool.state(block_id) is not BlockState.FILLING
         )
 
+    def blocks_being_filled(self) -> set[int]:
+        """Of reserved sequences, for the audit."""
+        return {
+            block_id
+            for sequence in self._running
+            if sequence.state is State.RESERVED
+            for block_id in sequence.block_ids
+            if self._pool.state(block_id) is BlockState.FILLING
+        }
+
+    def num_to_spare(self) -> int:
+        """Blocks that nobody who waits or runs is about to need."""
+        waiting = sum(self._pool.blocks_for(len(w.sequence.token_ids)) for w in self._waiting[:LOOK_AHEAD])
+        return self._pool.num_available - waiting - len(self._running)
+
     def why_blocked(self) -> str:
         """What the first waiting sequence waits for, as a text for the log."""
         if len(self._running) >= self._max_sequences:
@@ -344,7 +359,10 @@ class Scheduler:
     def _hold_blocks(self, sequence: Sequence, now_s: float) -> None:
         ttl_s = sequence.hold_ttl_s
         if ttl_s is not None:
-            self._pool.hold(Hold(sequence.id, _HOLD_REASON, list(sequence.block_ids), ttl_s, now_s + ttl_s))
+            block_ids = list(sequence.block_ids)
+            self._pool.hold(
+                Hold(sequence.id, _HOLD_REASON, block_ids, ttl_s, now_s + ttl_s, reader=sequence.reader)
+            )
 
     # --- the queue --------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,8 @@ class Sequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     root: bytes  # digest of the hash root: model, tokenizer, block size, dtype, adapter, salt
-    hold_ttl_s: float | None = None  # set: end after one token and keep the blocks held this long
+    hold_ttl_s: float | None = None  # set: end after one token and keep the blocks held this long …
+    reader: str = ""  # … for this incarnation
     priority: int = 0  # MIN_PRIORITY..MAX_PRIORITY; lower is more urgent
     retention: int = 0  # 0..MAX_RETENTION: the prompt's cached blocks are evicted after those of lower levels
     constraint: Constraint | None = None  # before its first token
@@ -202,6 +203,7 @@ class BlocksReady:
     sequence_id: str
     first_index: int
     block_ids: list[int]
+    generations: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class HandshakeResponse(_message.Message):
     def __init__(self_, self: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., transport_metadata: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("lease_id", "reader", "expected_incarnation", "token_ids", "num_output_tokens", "sampling", "cache_salt", "timeout_s", "lease_ttl_s", "checksum")
+    __slots__ = ("lease_id", "reader", "expected_incarnation", "token_ids", "num_output_tokens", "sampling", "cache_salt", "timeout_s", "lease_ttl_s", "checksum", "sources")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class PrefillRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     reader: _worker_pb2.PeerRef
     expected_incarnation: str
@@ -74,7 +75,8 @@ class PrefillRequest(_message.Message):
     timeout_s: float
     lease_ttl_s: float
     checksum: bool
-    def __init__(self, lease_id: _Optional[str] = ..., reader: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.EngineSampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ..., checksum: _Optional[bool] = ...) -> None: ...
+    sources: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Source]
+    def __init__(self, lease_id: _Optional[str] = ..., reader: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.EngineSampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ..., checksum: _Optional[bool] = ..., sources: _Optional[_Iterable[_Union[_worker_pb2.Source, _Mapping]]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("started", "blocks_ready", "first_token")
@@ -93,14 +95,16 @@ class PrefillStarted(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class BlocksReady(_message.Message):
-    __slots__ = ("first_index", "block_ids", "checksums")
+    __slots__ = ("first_index", "block_ids", "checksums", "generations")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, first_index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "logprobs")
@@ -110,26 +114,88 @@ class FirstToken(_message.Message):
     logprobs: _inference_pb2.TokenLogprobs
     def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
+class LeaseRequest(_message.Message):
+    __slots__ = ("lease_id", "reader", "expected_incarnation", "names", "lease_ttl_s", "checksum")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    reader: _worker_pb2.PeerRef
+    expected_incarnation: str
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    lease_ttl_s: float
+    checksum: bool
+    def __init__(self, lease_id: _Optional[str] = ..., reader: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., names: _Optional[_Iterable[bytes]] = ..., lease_ttl_s: _Optional[float] = ..., checksum: _Optional[bool] = ...) -> None: ...
+
+class LeaseResponse(_message.Message):
+    __slots__ = ("block_ids", "generations", "checksums")
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class RenewRequest(_message.Message):
-    __slots__ = ("lease_id", "incarnation")
+    __slots__ = ("lease_id", "incarnation", "reader")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     incarnation: str
-    def __init__(self, lease_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    reader: str
+    def __init__(self, lease_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., reader: _Optional[str] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("lease_id", "incarnation")
+    __slots__ = ("lease_id", "incarnation", "reader", "block_ids", "generations")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     incarnation: str
-    def __init__(self, lease_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    reader: str
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., reader: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class OfferRequest(_message.Message):
+    __slots__ = ("owner", "expected_incarnation", "blocks", "timeout_s")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    owner: _worker_pb2.PeerRef
+    expected_incarnation: str
+    blocks: _containers.RepeatedCompositeFieldContainer[NamedBlock]
+    timeout_s: float
+    def __init__(self, owner: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[NamedBlock, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class NamedBlock(_message.Message):
+    __slots__ = ("digest", "parent_digest")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    parent_digest: bytes
+    def __init__(self, digest: _Optional[bytes] = ..., parent_digest: _Optional[bytes] = ...) -> None: ...
+
+class OfferResponse(_message.Message):
+    __slots__ = ("num_present", "num_fetched")
+    NUM_PRESENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    num_present: int
+    num_fetched: int
+    def __init__(self, num_present: _Optional[int] = ..., num_fetched: _Optional[int] = ...) -> None: ...

@@ -45,6 +45,11 @@ class KvExchangeStub:
                 request_serializer=headrace_dot_v1_dot_kv__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_kv__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.Lease = channel.unary_unary(
+                '/headrace.v1.KvExchange/Lease',
+                request_serializer=headrace_dot_v1_dot_kv__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_kv__pb2.LeaseResponse.FromString,
+                _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/headrace.v1.KvExchange/Renew',
                 request_serializer=headrace_dot_v1_dot_kv__pb2.RenewRequest.SerializeToString,
@@ -54,6 +59,11 @@ class KvExchangeStub:
                 '/headrace.v1.KvExchange/Release',
                 request_serializer=headrace_dot_v1_dot_kv__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_kv__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
+        self.Offer = channel.unary_unary(
+                '/headrace.v1.KvExchange/Offer',
+                request_serializer=headrace_dot_v1_dot_kv__pb2.OfferRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_kv__pb2.OfferResponse.FromString,
                 _registered_method=True)
 
 
@@ -78,15 +88,31 @@ class KvExchangeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lease(self, request, context):
+        """Hold cached blocks by name, for a reader that lacks them: the leading ones of those asked for that are here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Renew(self, request, context):
         """The reader is alive and still wants the blocks: the lease runs its full length again from the receipt of this.
+        NOT_FOUND: it is over. PERMISSION_DENIED: it is another reader's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """The reader's transfers are over: the blocks may go.
+        """The reader's transfers are over: the blocks may go. FAILED_PRECONDITION: one was recycled while it was read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Offer(self, request, context):
+        """A worker that is about to end names its hottest blocks, each behind its parent, for this one to fetch. Answered when
+        that has happened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +131,11 @@ def add_KvExchangeServicer_to_server(servicer, server):
                     request_deserializer=headrace_dot_v1_dot_kv__pb2.PrefillRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_kv__pb2.PrefillEvent.SerializeToString,
             ),
+            'Lease': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lease,
+                    request_deserializer=headrace_dot_v1_dot_kv__pb2.LeaseRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_kv__pb2.LeaseResponse.SerializeToString,
+            ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
                     request_deserializer=headrace_dot_v1_dot_kv__pb2.RenewRequest.FromString,
@@ -114,6 +145,11 @@ def add_KvExchangeServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=headrace_dot_v1_dot_kv__pb2.ReleaseRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_kv__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=headrace_dot_v1_dot_kv__pb2.OfferRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_kv__pb2.OfferResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +218,33 @@ class KvExchange:
             _registered_method=True)
 
     @staticmethod
+    def Lease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.KvExchange/Lease',
+            headrace_dot_v1_dot_kv__pb2.LeaseRequest.SerializeToString,
+            headrace_dot_v1_dot_kv__pb2.LeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Renew(request,
             target,
             options=(),
@@ -225,6 +288,33 @@ class KvExchange:
             '/headrace.v1.KvExchange/Release',
             headrace_dot_v1_dot_kv__pb2.ReleaseRequest.SerializeToString,
             headrace_dot_v1_dot_kv__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.KvExchange/Offer',
+            headrace_dot_v1_dot_kv__pb2.OfferRequest.SerializeToString,
+            headrace_dot_v1_dot_kv__pb2.OfferResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,10 +25,18 @@ class KvExchangeStub:
     the moment it is sampled. Ending the stream stops the computation; the blocks stay held until Release or expiry,
     since a READ may still be under way.
     """
+    Lease: _aio.UnaryUnaryMultiCallable[_kv_pb2.LeaseRequest, _kv_pb2.LeaseResponse]
+    """Hold cached blocks by name, for a reader that lacks them: the leading ones of those asked for that are here."""
     Renew: _aio.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]
-    """The reader is alive and still wants the blocks: the lease runs its full length again from the receipt of this."""
+    """The reader is alive and still wants the blocks: the lease runs its full length again from the receipt of this.
+    NOT_FOUND: it is over. PERMISSION_DENIED: it is another reader's.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]
-    """The reader's transfers are over: the blocks may go."""
+    """The reader's transfers are over: the blocks may go. FAILED_PRECONDITION: one was recycled while it was read."""
+    Offer: _aio.UnaryUnaryMultiCallable[_kv_pb2.OfferRequest, _kv_pb2.OfferResponse]
+    """A worker that is about to end names its hottest blocks, each behind its parent, for this one to fetch. Answered when
+    that has happened.
+    """
 
 class KvExchangeServicer(metaclass=_abc_1.ABCMeta):
     """What a worker offers to other workers: prompts computed on request, and blocks held for their READs."""
@@ -55,12 +63,22 @@ class KvExchangeServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Lease(
+        self,
+        request: _kv_pb2.LeaseRequest,
+        context: _aio.ServicerContext[_kv_pb2.LeaseRequest, _abc.Awaitable[_kv_pb2.LeaseResponse]],
+    ) -> _abc.Awaitable[_kv_pb2.LeaseResponse]:
+        """Hold cached blocks by name, for a reader that lacks them: the leading ones of those asked for that are here."""
+
+    @_abc_1.abstractmethod
     def Renew(
         self,
         request: _kv_pb2.RenewRequest,
         context: _aio.ServicerContext[_kv_pb2.RenewRequest, _abc.Awaitable[_kv_pb2.RenewResponse]],
     ) -> _abc.Awaitable[_kv_pb2.RenewResponse]:
-        """The reader is alive and still wants the blocks: the lease runs its full length again from the receipt of this."""
+        """The reader is alive and still wants the blocks: the lease runs its full length again from the receipt of this.
+        NOT_FOUND: it is over. PERMISSION_DENIED: it is another reader's.
+        """
 
     @_abc_1.abstractmethod
     def Release(
@@ -68,6 +86,16 @@ class KvExchangeServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.ReleaseRequest,
         context: _aio.ServicerContext[_kv_pb2.ReleaseRequest, _abc.Awaitable[_kv_pb2.ReleaseResponse]],
     ) -> _abc.Awaitable[_kv_pb2.ReleaseResponse]:
-        """The reader's transfers are over: the blocks may go."""
+        """The reader's transfers are over: the blocks may go. FAILED_PRECONDITION: one was recycled while it was read."""
+
+    @_abc_1.abstractmethod
+    def Offer(
+        self,
+        request: _kv_pb2.OfferRequest,
+        context: _aio.ServicerContext[_kv_pb2.OfferRequest, _abc.Awaitable[_kv_pb2.OfferResponse]],
+    ) -> _abc.Awaitable[_kv_pb2.OfferResponse]:
+        """A worker that is about to end names its hottest blocks, each behind its parent, for this one to fetch. Answered when
+        that has happened.
+        """
 
 def add_KvExchangeServicer_to_server(servicer: KvExchangeServicer, server: _aio.Server) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.rpc.v1 import inference_pb2 as headrace_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/worker.proto\x12\x0bheadrace.v1\x1a\x1bheadrace/v1/inference.proto\"r\n\x0eSessionRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.headrace.v1.StartRequestH\x00\x12*\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x19.headrace.v1.AbortRequestH\x00\x42\x08\n\x06\x61\x63tion\"\xd7\x01\n\x0cStartRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.EngineSampling\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12-\n\x0fprefill_workers\x18\x06 \x03(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1b\n\x13\x64\x65livered_token_ids\x18\x07 \x03(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xf7\x03\n\x0e\x45ngineSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12>\n\nlogit_bias\x18\x0c \x03(\x0b\x32*.headrace.v1.EngineSampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0e \x03(\r\x12\x12\n\nmin_tokens\x18\x0f \x01(\r\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x12%\n\x07grammar\x18\x11 \x01(\x0b\x32\x14.headrace.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"B\n\x07PeerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"L\n\tStepFrame\x12*\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1a.headrace.v1.SequenceDelta\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x8b\x01\n\rSequenceDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12%\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x18.headrace.v1.SequenceEnd\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"\xe9\x01\n\x0bSequenceEnd\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x12\n\nerror_code\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x14\n\x0c\x62locks_moved\x18\x06 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x07 \x01(\x04\x12\x12\n\ntransfer_s\x18\x08 \x01(\x01\x12\x11\n\ttransport\x18\t \x01(\t\x12\x17\n\x0f\x66\x61iled_attempts\x18\n \x01(\r\"\x0f\n\rStatusRequest\"\xb8\x02\n\x0eStatusResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12)\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x19.headrace.v1.BlockAccount\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\t \x01(\x04\x12\x15\n\routput_tokens\x18\n \x01(\x04\x12\x15\n\rcached_tokens\x18\x0b \x01(\x04\x12\x19\n\x11transferred_bytes\x18\x0c \x01(\x04\x12\x12\n\ntransfer_s\x18\r \x01(\x01\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\"\x91\x01\n\x0c\x42lockAccount\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\x0f\n\x07\x66illing\x18\x06 \x01(\r\x12\x13\n\x0bquarantined\x18\x07 \x01(\r\x12\x10\n\x08problems\x18\x08 \x03(\t2\x8f\x01\n\x06Worker\x12\x42\n\x07Session\x12\x1b.headrace.v1.SessionRequest\x1a\x16.headrace.v1.StepFrame(\x01\x30\x01\x12\x41\n\x06Status\x12\x1a.headrace.v1.StatusRequest\x1a\x1b.headrace.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/worker.proto\x12\x0bheadrace.v1\x1a\x1bheadrace/v1/inference.proto\"r\n\x0eSessionRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.headrace.v1.StartRequestH\x00\x12*\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x19.headrace.v1.AbortRequestH\x00\x42\x08\n\x06\x61\x63tion\"\xfd\x01\n\x0cStartRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.EngineSampling\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12-\n\x0fprefill_workers\x18\x06 \x03(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1b\n\x13\x64\x65livered_token_ids\x18\x07 \x03(\r\x12$\n\x07sources\x18\x08 \x03(\x0b\x32\x13.headrace.v1.Source\"B\n\x06Source\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xf7\x03\n\x0e\x45ngineSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12>\n\nlogit_bias\x18\x0c \x03(\x0b\x32*.headrace.v1.EngineSampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0e \x03(\r\x12\x12\n\nmin_tokens\x18\x0f \x01(\r\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x12%\n\x07grammar\x18\x11 \x01(\x0b\x32\x14.headrace.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"B\n\x07PeerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"L\n\tStepFrame\x12*\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1a.headrace.v1.SequenceDelta\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x8b\x01\n\rSequenceDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12%\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x18.headrace.v1.SequenceEnd\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"\xe9\x01\n\x0bSequenceEnd\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x12\n\nerror_code\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x14\n\x0c\x62locks_moved\x18\x06 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x07 \x01(\x04\x12\x12\n\ntransfer_s\x18\x08 \x01(\x01\x12\x11\n\ttransport\x18\t \x01(\t\x12\x17\n\x0f\x66\x61iled_attempts\x18\n \x01(\r\"\x0f\n\rStatusRequest\"\x9b\x03\n\x0eStatusResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12)\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x19.headrace.v1.BlockAccount\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\t \x01(\x04\x12\x15\n\routput_tokens\x18\n \x01(\x04\x12\x15\n\rcached_tokens\x18\x0b \x01(\x04\x12\x19\n\x11transferred_bytes\x18\x0c \x01(\x04\x12\x12\n\ntransfer_s\x18\r \x01(\x01\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12 \n\x05holds\x18\x0f \x03(\x0b\x32\x11.headrace.v1.Hold\x12&\n\x05peers\x18\x10 \x03(\x0b\x32\x17.headrace.v1.PeerStatus\x12\x17\n\x0fmetrics_address\x18\x11 \x01(\t\"^\n\x04Hold\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06reader\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x13\n\x0bremaining_s\x18\x05 \x01(\x01\"m\n\nPeerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x05 \x01(\x01\"\x91\x01\n\x0c\x42lockAccount\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\x0f\n\x07\x66illing\x18\x06 \x01(\r\x12\x13\n\x0bquarantined\x18\x07 \x01(\r\x12\x10\n\x08problems\x18\x08 \x03(\t2\x8f\x01\n\x06Worker\x12\x42\n\x07Session\x12\x1b.headrace.v1.SessionRequest\x1a\x16.headrace.v1.StepFrame(\x01\x30\x01\x12\x41\n\x06Status\x12\x1a.headrace.v1.StatusRequest\x1a\x1b.headrace.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=70
   _globals['_SESSIONREQUEST']._serialized_end=184
   _globals['_STARTREQUEST']._serialized_start=187
-  _globals['_STARTREQUEST']._serialized_end=402
-  _globals['_ABORTREQUEST']._serialized_start=404
-  _globals['_ABORTREQUEST']._serialized_end=438
-  _globals['_ENGINESAMPLING']._serialized_start=441
-  _globals['_ENGINESAMPLING']._serialized_end=944
-  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_start=883
-  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_end=931
-  _globals['_PEERREF']._serialized_start=946
-  _globals['_PEERREF']._serialized_end=1012
-  _globals['_STEPFRAME']._serialized_start=1014
-  _globals['_STEPFRAME']._serialized_end=1090
-  _globals['_SEQUENCEDELTA']._serialized_start=1093
-  _globals['_SEQUENCEDELTA']._serialized_end=1232
-  _globals['_SEQUENCEEND']._serialized_start=1235
-  _globals['_SEQUENCEEND']._serialized_end=1468
-  _globals['_STATUSREQUEST']._serialized_start=1470
-  _globals['_STATUSREQUEST']._serialized_end=1485
-  _globals['_STATUSRESPONSE']._serialized_start=1488
-  _globals['_STATUSRESPONSE']._serialized_end=1800
-  _globals['_BLOCKACCOUNT']._serialized_start=1803
-  _globals['_BLOCKACCOUNT']._serialized_end=1948
-  _globals['_WORKER']._serialized_start=1951
-  _globals['_WORKER']._serialized_end=2094
+  _globals['_STARTREQUEST']._serialized_end=440
+  _globals['_SOURCE']._serialized_start=442
+  _globals['_SOURCE']._serialized_end=508
+  _globals['_ABORTREQUEST']._serialized_start=510
+  _globals['_ABORTREQUEST']._serialized_end=544
+  _globals['_ENGINESAMPLING']._serialized_start=547
+  _globals['_ENGINESAMPLING']._serialized_end=1050
+  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_start=989
+  _globals['_ENGINESAMPLING_LOGITBIASENTRY']._serialized_end=1037
+  _globals['_PEERREF']._serialized_start=1052
+  _globals['_PEERREF']._serialized_end=1118
+  _globals['_STEPFRAME']._serialized_start=1120
+  _globals['_STEPFRAME']._serialized_end=1196
+  _globals['_SEQUENCEDELTA']._serialized_start=1199
+  _globals['_SEQUENCEDELTA']._serialized_end=1338
+  _globals['_SEQUENCEEND']._serialized_start=1341
+  _globals['_SEQUENCEEND']._serialized_end=1574
+  _globals['_STATUSREQUEST']._serialized_start=1576
+  _globals['_STATUSREQUEST']._serialized_end=1591
+  _globals['_STATUSRESPONSE']._serialized_start=1594
+  _globals['_STATUSRESPONSE']._serialized_end=2005
+  _globals['_HOLD']._serialized_start=2007
+  _globals['_HOLD']._serialized_end=2101
+  _globals['_PEERSTATUS']._serialized_start=2103
+  _globals['_PEERSTATUS']._serialized_end=2212
+  _globals['_BLOCKACCOUNT']._serialized_start=2215
+  _globals['_BLOCKACCOUNT']._serialized_end=2360
+  _globals['_WORKER']._serialized_start=2363
+  _globals['_WORKER']._serialized_end=2506
 # @@protoc_insertion_point(module_scope)

@@ -16,7 +16,7 @@ class SessionRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[StartRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "timeout_s", "cache_salt", "prefill_workers", "delivered_token_ids")
+    __slots__ = ("request_id", "token_ids", "sampling", "timeout_s", "cache_salt", "prefill_workers", "delivered_token_ids", "sources")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class StartRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: EngineSampling
@@ -31,7 +32,16 @@ class StartRequest(_message.Message):
     cache_salt: str
     prefill_workers: _containers.RepeatedCompositeFieldContainer[PeerRef]
     delivered_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ..., delivered_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ..., delivered_token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("worker", "num_blocks")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker: PeerRef
+    num_blocks: int
+    def __init__(self, worker: _Optional[_Union[PeerRef, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -143,7 +153,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "model", "running", "waiting", "blocks", "steps", "prefill_tokens", "output_tokens", "cached_tokens", "transferred_bytes", "transfer_s", "draining")
+    __slots__ = ("worker_id", "role", "incarnation", "model", "running", "waiting", "blocks", "steps", "prefill_tokens", "output_tokens", "cached_tokens", "transferred_bytes", "transfer_s", "draining", "holds", "peers", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +168,9 @@ class StatusResponse(_message.Message):
     TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     incarnation: str
@@ -172,7 +185,38 @@ class StatusResponse(_message.Message):
     transferred_bytes: int
     transfer_s: float
     draining: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[_Union[BlockAccount, _Mapping]] = ..., steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
+    holds: _containers.RepeatedCompositeFieldContainer[Hold]
+    peers: _containers.RepeatedCompositeFieldContainer[PeerStatus]
+    metrics_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[_Union[BlockAccount, _Mapping]] = ..., steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., draining: _Optional[bool] = ..., holds: _Optional[_Iterable[_Union[Hold, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+
+class Hold(_message.Message):
+    __slots__ = ("owner", "reason", "reader", "num_blocks", "remaining_s")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    reason: str
+    reader: str
+    num_blocks: int
+    remaining_s: float
+    def __init__(self, owner: _Optional[str] = ..., reason: _Optional[str] = ..., reader: _Optional[str] = ..., num_blocks: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+
+class PeerStatus(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "connected", "refusal", "bytes_per_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    connected: bool
+    refusal: str
+    bytes_per_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., connected: _Optional[bool] = ..., refusal: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class BlockAccount(_message.Message):
     __slots__ = ("total", "free", "active", "cached", "held", "filling", "quarantined", "problems")

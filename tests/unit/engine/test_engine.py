@@ -98,9 +98,9 @@ def test_a_held_sequence_reports_blocks_as_they_complete_and_ends_after_one_toke
     token = continuation(prompt(14), 1)[0]
     ids = [i for event in driver.events if isinstance(event, BlocksReady) for i in event.block_ids]
     assert outputs == [
-        [Started("h", 0), BlocksReady("h", 0, ids[:1])],
-        [BlocksReady("h", 1, ids[1:3])],
-        [BlocksReady("h", 3, ids[3:]), NewToken("h", token, None)],
+        [Started("h", 0), BlocksReady("h", 0, ids[:1], [0])],
+        [BlocksReady("h", 1, ids[1:3], [0, 0])],
+        [BlocksReady("h", 3, ids[3:], [0] * len(ids[3:])), NewToken("h", token, None)],
     ]
     assert len(set(ids)) == 4
     assert not driver.engine.has_work
