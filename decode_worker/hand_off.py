@@ -12,26 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
 import structlog
 
 from decode_worker.session import HandOffReport
-from headrace.clock import Clock
-from headrace.config import KvSettings
+from headrace.clock import Deadline
 from headrace.engine.sequence import Event, Failed, Reserved, Sequence
 from headrace.engine_client import EngineClient
-from headrace.errors import Code, DeadlineExceeded, HeadraceError, Overloaded, TransferFailed, WorkerGone
+from headrace.errors import Code, HeadraceError, InternalError, Overloaded, TransferFailed, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.status import errors_of
 from headrace.rpc.v1 import kv_pb2, worker_pb2
-from kv_transfer.lease import ReaderLease
-from kv_transfer.peers import Peer, Peers
-from kv_transfer.transfer_thread import Transfer
+from kv_transfer.leased_reads import LeasedReads, ReadContext, RemoteBlock, budget_s, described
+from kv_transfer.metrics import Failure
+from kv_transfer.prefix_fetch import PrefixFetcher
 
 log = structlog.get_logger()
 
@@ -41,14 +37,11 @@ class DecodeContext:
     """What every request of this worker needs."""
 
     engine: EngineClient
-    peers: Peers
-    kv: KvSettings
-    clock: Clock
+    reads: ReadContext
+    fetcher: PrefixFetcher
     root_digest: Callable[[str], bytes]
-    checksums: Callable[[list[int]], list[int]]
     eos_token_ids: frozenset[int]
     block_size_tokens: int
-    background: Callable[[asyncio.Task[None]], None]  # owns tasks that outlive their request
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +50,8 @@ class PrefillTask:
 
     sequence: Sequence
     cache_salt: str
-    timeout_s: float
+    deadline: Deadline
+    sources: list[worker_pb2.Source]
 
 
 class HandOff:
@@ -65,17 +59,16 @@ class HandOff:
 
     def __init__(self, context: DecodeContext, ref: worker_pb2.PeerRef, task: PrefillTask) -> None:
         self._context = context
+        self._kv = context.reads.kv
         self._ref = ref
         self._task = task
         self.report = HandOffReport(prefill_worker=ref.worker_id)
         self._lease_id = uuid.uuid4().hex
-        self._lease = ReaderLease(context.kv.lease_ttl_s, context.clock)
         self._reservation: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
-        self._announced: dict[int, tuple[int, int | None]] = {}  # prompt block index to (remote id, checksum)
+        self._announced: dict[int, RemoteBlock] = {}  # by index in the prompt
         self._news = asyncio.Event()
         self._started = asyncio.Event()
         self._lease_held = asyncio.Event()
-        self._transfers: list[Transfer] = []
         self._asked = False
 
     async def run(self, on_first_token: Callable[[kv_pb2.FirstToken], bool]) -> int | None:
@@ -85,23 +78,25 @@ class HandOff:
         the first token, or None when it ended the answer (then nothing was adopted). Raises HeadraceError.
         """
         sequence = self._task.sequence
-        peer = await self._context.peers.connect(self._ref)
+        peers = self._context.reads.peers
+        peer = await peers.connect(self._ref)
+        reads = LeasedReads(self._context.reads, peer, self._lease_id)
         adopted = False
         try:
-            first_token = await self._exchange(peer, on_first_token)
+            first_token = await self._exchange(reads, on_first_token)
             if first_token is not None:
-                self._check_lease(peer)
+                reads.check_lease()
                 await self._context.engine.call(lambda engine: engine.adopt(sequence.id, first_token))
                 adopted = True
             return first_token
         except WorkerGone:
             # The connection broke: tear the transport down too, so that READs under way come to an end.
-            self._in_background(self._context.peers.drop(peer.incarnation))
+            self._context.reads.start(peers.drop(peer.incarnation))
             raise
         finally:
             if not adopted:
                 self._context.engine.post(lambda engine: engine.abort(sequence.id))
-            self._in_background(self._clean_up(peer))
+            self._context.reads.start(self._clean_up(reads))
 
     def on_engine_event(self, event: Event) -> bool:
         """The engine's answer to the reservation. Returns whether the event was meant for this attempt."""
@@ -113,11 +108,13 @@ class HandOff:
             self._reservation.set_exception(event.error)
         return True
 
-    async def _exchange(self, peer: Peer, on_first_token: Callable[[kv_pb2.FirstToken], bool]) -> int | None:
+    async def _exchange(
+        self, reads: LeasedReads, on_first_token: Callable[[kv_pb2.FirstToken], bool]
+    ) -> int | None:
         """Run the stream, the pull and the renewals; the stream decides how it ends."""
-        pull = asyncio.create_task(self._pull(peer), name="pull")
-        renew = asyncio.create_task(self._renew(peer), name="renew")
-        follow = asyncio.create_task(self._follow(peer, on_first_token), name="follow")
+        pull = asyncio.create_task(self._pull(reads), name="pull")
+        renew = asyncio.create_task(self._renew(reads), name="renew")
+        follow = asyncio.create_task(self._follow(reads, on_first_token), name="follow")
         tasks = {pull, renew, follow}
         try:
             while not (follow.done() and pull.done()):
@@ -133,10 +130,13 @@ class HandOff:
                 task.cancel()
             await asyncio.gather(pull, renew, follow, return_exceptions=True)
 
-    async def _follow(self, peer: Peer, on_first_token: Callable[[kv_pb2.FirstToken], bool]) -> int | None:
+    async def _follow(
+        self, reads: LeasedReads, on_first_token: Callable[[kv_pb2.FirstToken], bool]
+    ) -> int | None:
         """Read the prefill worker's stream to its first token."""
+        peer = reads.peer
         self._asked = True
-        call = peer.stub.Prefill(self._request(), timeout=self._task.timeout_s)
+        call = peer.stub.Prefill(self._request(reads), timeout=self._task.deadline.remaining_s())
         try:
             with errors_of(peer.worker_id):
                 async for event in call:
@@ -149,11 +149,14 @@ class HandOff:
                     elif kind == "first_token":
                         token = event.first_token
                         return token.token_id if on_first_token(token) else None
+        except HeadraceError:
+            self._context.reads.metrics.failures.labels(Failure.REFUSED).inc()
+            raise
         finally:
             call.cancel()
-        raise TransferFailed(f"{peer.worker_id} ended its stream without a first token")
+        raise reads.failed(Failure.REFUSED, f"{peer.worker_id} ended its stream without a first token")
 
-    async def _pull(self, peer: Peer) -> None:
+    async def _pull(self, reads: LeasedReads) -> None:
         """Reserve blocks once the prefill has started, then read every announced block that is missing here."""
         sequence = self._task.sequence
         await self._started.wait()
@@ -165,132 +168,77 @@ class HandOff:
         while done < needed.stop:
             batch = [index for index in range(done, needed.stop) if index in self._announced]
             if not batch:
-                await self._wait_for_news(peer)
+                await self._wait_for_news(reads)
                 continue
             # Announcements come in order, so the batch is contiguous.
-            await self._read(peer, batch, [reserved.block_ids[index] for index in batch])
+            stats = await reads.read(
+                [self._announced[index] for index in batch],
+                [reserved.block_ids[index] for index in batch],
+                budget_s(self._task.deadline, self._kv.transfer_timeout_s),
+            )
+            self.report.blocks_moved += len(batch)
+            self.report.bytes_moved += stats.bytes
+            self.report.transfer_s += stats.seconds
             done = batch[-1] + 1
+
+    async def _renew(self, reads: LeasedReads) -> None:
+        await self._started.wait()
+        await reads.renew(on_held=self._lease_held.set)
 
     async def _reserved(self) -> Reserved:
         """Blocks of our own. With a deadline: two workers of both roles, each out of blocks until the other has read,
         would wait for one another for ever.
         """
-        timeout_s = self._context.kv.progress_timeout_s
+        timeout_s = budget_s(self._task.deadline, self._kv.progress_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self._reservation)
         except TimeoutError:
             raise Overloaded(f"no KV blocks were free here for {timeout_s:g} s") from None
 
-    async def _read(self, peer: Peer, indices: list[int], local_ids: list[int]) -> None:
-        remote_ids = [self._announced[index][0] for index in indices]
-        transfer = self._context.peers.transfers.read(peer.incarnation, remote_ids, local_ids)
-        self._transfers.append(transfer)
-        timeout_s = self._context.kv.transfer_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                stats = await asyncio.shield(transfer.done)
-        except TransferFailed:
-            # The link is broken even if the peer answers: the next hand-off starts with a new handshake.
-            self._in_background(self._context.peers.drop(peer.incarnation))
-            raise
-        except TimeoutError:
-            raise TransferFailed(
-                f"READ of {len(indices)} blocks from {peer.worker_id} took over {timeout_s:g} s"
-            ) from None
-        self._check_lease(peer)
-        await self._verify(indices, local_ids)
-        self.report.blocks_moved += len(indices)
-        self.report.bytes_moved += stats.bytes
-        self.report.transfer_s += stats.seconds
-
-    async def _verify(self, indices: list[int], local_ids: list[int]) -> None:
-        if not self._context.kv.checksum:
-            return
-        for index, found in zip(
-            indices, await asyncio.to_thread(self._context.checksums, local_ids), strict=True
-        ):
-            if found != self._announced[index][1]:
-                raise TransferFailed(f"checksum of prompt block {index} differs from the prefill worker's")
-
-    async def _renew(self, peer: Peer) -> None:
-        """Keep the lease alive for as long as this attempt lasts.
-
-        The first renewal goes out at once: the prompt may have queued for longer than a lease, so the reader's view
-        starts with this request, not with the one that asked for the prefill.
-        """
-        await self._started.wait()
-        while True:
-            sent_at = self._lease.sending()
-            try:
-                with errors_of(peer.worker_id):
-                    await peer.stub.Renew(
-                        kv_pb2.RenewRequest(lease_id=self._lease_id, incarnation=peer.incarnation),
-                        timeout=self._context.kv.lease_ttl_s / 3,
-                    )
-            except DeadlineExceeded:
-                continue  # the lease itself decides how long this may go on
-            self._lease.acknowledged(sent_at)
-            self._lease_held.set()
-            await asyncio.sleep(self._context.kv.lease_ttl_s / 3)
-
-    async def _wait_for_news(self, peer: Peer) -> None:
+    async def _wait_for_news(self, reads: LeasedReads) -> None:
         self._news.clear()
-        timeout_s = self._context.kv.progress_timeout_s
+        timeout_s = budget_s(self._task.deadline, self._kv.progress_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
         except TimeoutError:
-            raise TransferFailed(f"{peer.worker_id} announced no block for {timeout_s:g} s") from None
+            raise reads.failed(
+                Failure.NO_PROGRESS, f"{reads.peer.worker_id} announced no block for {timeout_s:g} s"
+            ) from None
 
-    async def _clean_up(self, peer: Peer) -> None:
-        """Wait until no READ can write any more, then free our blocks and the peer's.
+    async def _clean_up(self, reads: LeasedReads) -> None:
+        """Wait until no READ can write any more, then free our blocks and the peer's."""
+        sequence_id = self._task.sequence.id
+        await reads.settle()
+        self._context.engine.post(lambda engine: engine.settle(sequence_id))
+        if self._asked and not await reads.release():
+            error = InternalError("KV blocks were recycled while they were read")
+            self._context.engine.post(lambda engine: engine.fail(sequence_id, error))
 
-        A READ that is still under way when the owner's hold has ended anyway is ended with its connection.
-        """
-        try:
-            async with asyncio.timeout(self._context.kv.lease_ttl_s):
-                for transfer in self._transfers:
-                    await transfer.settled()
-        except TimeoutError:
-            log.warning("READ does not end, dropping the peer", peer=peer.worker_id)
-            await self._context.peers.drop(peer.incarnation)
-        self._context.engine.post(lambda engine: engine.settle(self._task.sequence.id))
-        if not self._asked:
-            return
-        with suppress(grpc.aio.AioRpcError):  # gone, or the hold is over already: expiry frees it
-            await peer.stub.Release(
-                kv_pb2.ReleaseRequest(lease_id=self._lease_id, incarnation=peer.incarnation),
-                timeout=self._context.kv.lease_ttl_s,
-            )
-
-    def _request(self) -> kv_pb2.PrefillRequest:
+    def _request(self, reads: LeasedReads) -> kv_pb2.PrefillRequest:
         sequence = self._task.sequence
         return kv_pb2.PrefillRequest(
             lease_id=self._lease_id,
-            reader=self._context.peers.own,
+            reader=self._context.reads.peers.own,
             expected_incarnation=self._ref.incarnation,
             token_ids=sequence.token_ids,
             num_output_tokens=sequence.num_output_tokens,
             sampling=sampling_to_proto(sequence.sampling),
             cache_salt=self._task.cache_salt,
-            timeout_s=self._task.timeout_s,
-            lease_ttl_s=self._context.kv.lease_ttl_s,
-            checksum=self._context.kv.checksum,
+            timeout_s=self._task.deadline.remaining_s(),
+            lease_ttl_s=self._kv.lease_ttl_s,
+            checksum=reads.verifies,
+            sources=self._task.sources,
         )
 
     def _note(self, ready: kv_pb2.BlocksReady) -> None:
-        checksums: list[int | None] = list(ready.checksums) or [None] * len(ready.block_ids)
-        for offset, (block_id, checksum) in enumerate(zip(ready.block_ids, checksums, strict=True)):
-            self._announced[ready.first_index + offset] = (block_id, checksum)
+        for index, block in enumerate(described(ready), start=ready.first_index):
+            if self._announced.setdefault(index, block) != block:
+                raise TransferFailed(
+                    f"{self._ref.worker_id} announced prompt block {index} twice, differently"
+                )
         self._news.set()
-
-    def _check_lease(self, peer: Peer) -> None:
-        if not self._lease.valid():
-            raise TransferFailed(f"the lease at {peer.worker_id} ended before the blocks were here")
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        self._context.background(asyncio.create_task(work))
 
 
 def is_worth_retrying(error: HeadraceError) -> bool:

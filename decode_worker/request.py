@@ -10,13 +10,13 @@ Every token is delivered once, whichever attempt produced it: a later one starts
 from __future__ import annotations
 
 import asyncio
-import time
 
 import structlog
 
 from decode_worker.hand_off import DecodeContext, HandOff, PrefillTask, is_worth_retrying
 from decode_worker.session import End, HandOffReport, Session
 from headrace.block_hash import extend
+from headrace.clock import Deadline
 from headrace.engine.sequence import Event, Failed, NewToken, Sequence, Started, finish_reason
 from headrace.errors import Code, HeadraceError
 from headrace.rpc.convert import logprobs_to_proto, sampling_from_proto
@@ -35,7 +35,7 @@ class Request:
         self._session = session
         self._token_ids = [*start.token_ids, *start.delivered_token_ids]
         self._root = context.root_digest(start.cache_salt)
-        self._deadline = time.monotonic() + start.timeout_s
+        self._deadline = Deadline.after(start.timeout_s, context.reads.clock)
         self._report = HandOffReport()
         self._num_failed_attempts = 0
         self._finished: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
@@ -63,7 +63,7 @@ class Request:
     async def _answer(self) -> FinishReason:
         if (
             self._start.prefill_workers
-            and await self._num_uncached_tokens() >= self._context.kv.min_remote_tokens
+            and await self._num_uncached_tokens() >= self._context.reads.kv.min_remote_tokens
         ):
             for ref in self._start.prefill_workers:
                 try:
@@ -81,7 +81,7 @@ class Request:
     async def _through(self, ref: worker_pb2.PeerRef) -> FinishReason:
         """Answer with the prompt computed by `ref`. Raises _AttemptFailed when something else is worth trying."""
         sequence = self._sequence()
-        task = PrefillTask(sequence, self._start.cache_salt, self._deadline - time.monotonic())
+        task = PrefillTask(sequence, self._start.cache_salt, self._deadline, list(self._start.sources))
         hand_off = HandOff(self._context, ref, task)
 
         def on_event(event: Event) -> None:
@@ -100,6 +100,13 @@ class Request:
 
     async def _locally(self) -> FinishReason:
         sequence = self._sequence()
+        if not self._num_failed_attempts:  # what named the sources may be what failed
+            hashes = extend(self._root, self._token_ids, self._context.block_size_tokens)
+            fetched = await self._context.fetcher.fetch(
+                self._start.sources, self._root, hashes, self._deadline
+            )
+            self._report.blocks_moved, self._report.bytes_moved = fetched.num_blocks, fetched.bytes
+            self._report.transfer_s = fetched.seconds
         with self._context.engine.subscribed(sequence.id, self._on_event):
             await self._context.engine.submit(sequence)
             return await self._until_finished(sequence)

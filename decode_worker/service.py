@@ -38,7 +38,9 @@ class DecodeWorker:
         self, requests: AsyncIterator[worker_pb2.SessionRequest]
     ) -> AsyncIterator[worker_pb2.StepFrame]:
         """One router's session, until either side ends it. Its requests end with it."""
-        session = Session(self._context.peers.own.incarnation, self._context.peers.layout.transport)
+        session = Session(
+            self._context.reads.peers.own.incarnation, self._context.reads.peers.layout.transport
+        )
         self._sessions.add(session)
         listener = asyncio.create_task(self._listen(session, requests), name="session")
         try:

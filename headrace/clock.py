@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -28,3 +29,22 @@ class VirtualClock:
 
     def advance(self, seconds: float) -> None:
         self._now_s += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment on a clock, handed down so that no wait outlives what it is for."""
+
+    clock: Clock
+    at_s: float
+
+    @classmethod
+    def after(cls, seconds: float, clock: Clock) -> Deadline:
+        return cls(clock, clock.now() + seconds)
+
+    def remaining_s(self) -> float:
+        return max(0.0, self.at_s - self.clock.now())
+
+    def share_s(self, limit_s: float) -> float:
+        """How long one attempt may take: its own limit, and half of what is left, so that another way can follow."""
+        return min(limit_s, self.remaining_s() / 2)

@@ -104,7 +104,12 @@ class KvSettings(_Section):
         ge=0,
         description="a prompt with fewer uncached tokens is prefilled by the decode worker itself",
     )
-    checksum: bool = Field(default=False, description="checksum each moved block at both ends")
+    checksum: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="fraction of hand-offs and prefix fetches whose blocks are checksummed at both ends; tests: 1",
+    )
 
 
 class DirectorySettings(_Section):
@@ -134,6 +139,14 @@ class RpcSettings(_Section):
     drain_timeout_s: Seconds = Field(default=30.0, description="on SIGTERM: time for running requests to end")
 
 
+class TelemetrySettings(_Section):
+    """What a process tells about itself."""
+
+    metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Prometheus scrapes it under /metrics; 0: any free port"
+    )
+
+
 class RouterSettings(_Section):
     """Front door and routing."""
 
@@ -154,6 +167,7 @@ class Settings(_Section):
     directory: DirectorySettings = DirectorySettings()
     rpc: RpcSettings = RpcSettings()
     router: RouterSettings = RouterSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def describe(self) -> dict[str, Any]:

@@ -7,13 +7,14 @@ incarnation of a worker drops everything of the old one.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import grpc
 import structlog
 
 from headrace.config import KvSettings, RpcSettings
-from headrace.errors import HeadraceError, WorkerGone
+from headrace.errors import HeadraceError, LayoutMismatch, WorkerGone
 from headrace.rpc.channel import open_channel
 from headrace.rpc.status import from_rpc_error
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
@@ -51,6 +52,9 @@ class Peers:
         self._rpc = rpc
         self._opening: dict[str, asyncio.Task[Peer]] = {}
         self._incarnations: dict[str, str] = {}  # worker id to the incarnation last seen
+        self._refusals: dict[
+            str, LayoutMismatch
+        ] = {}  # by worker id: why blocks can not be exchanged with it
 
     async def connect(self, ref: worker_pb2.PeerRef) -> Peer:
         """The peer in this incarnation, after one handshake that all callers share.
@@ -70,18 +74,50 @@ class Peers:
             raise WorkerGone(
                 f"{self.own.worker_id} is incarnation {self.own.incarnation}, not {request.expected_incarnation}"
             )
-        self.layout.check(KvLayout.from_proto(request.layout))
         ref = request.self
+        self._check_layout(ref.worker_id, request.layout)
         await self._replace_incarnation(ref.worker_id, ref.incarnation)
         await self.transfers.connect(ref.incarnation, request.transport_metadata, self._kv.connect_timeout_s)
         return kv_pb2.HandshakeResponse(
             self=self.own, layout=self.layout.to_proto(), transport_metadata=await self.transfers.metadata()
         )
 
+    def bytes_per_s(self, incarnation: str) -> float:
+        """Of READs from this peer, as measured; 0 while there were none."""
+        return self.transfers.bytes_per_s(incarnation)
+
+    @property
+    def refusals(self) -> Mapping[str, LayoutMismatch]:
+        """By worker id: why blocks can not be exchanged with it."""
+        return self._refusals
+
+    def statuses(self) -> list[worker_pb2.PeerStatus]:
+        """Those that are connected or refused. May be called from any thread."""
+        connected = [task.result() for task in list(self._opening.values()) if _is_open(task)]
+        return [
+            worker_pb2.PeerStatus(
+                worker_id=peer.worker_id,
+                incarnation=peer.incarnation,
+                connected=True,
+                bytes_per_s=self.bytes_per_s(peer.incarnation),
+            )
+            for peer in connected
+        ] + [
+            worker_pb2.PeerStatus(
+                worker_id=worker_id, incarnation=self._incarnations.get(worker_id, ""), refusal=str(refusal)
+            )
+            for worker_id, refusal in list(self._refusals.items())
+        ]
+
+    def forget_absent(self, worker_ids: Set[str]) -> None:
+        """Only these are alive: no more talk of others' refusals."""
+        for worker_id in self._refusals.keys() - worker_ids:
+            del self._refusals[worker_id]
+
     async def drop(self, incarnation: str) -> None:
         """The peer is lost: close its channel, tear its transport down. Every READ from it is over afterwards."""
         task = self._opening.pop(incarnation, None)
-        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+        if task is not None and _is_open(task):
             await task.result().channel.close()
         await self.transfers.disconnect(incarnation)
 
@@ -104,13 +140,16 @@ class Peers:
                 timeout=self._kv.connect_timeout_s,
                 wait_for_ready=False,
             )
-            self.layout.check(KvLayout.from_proto(answer.layout))
+            self._check_layout(ref.worker_id, answer.layout)
             await self.transfers.connect(
                 ref.incarnation, answer.transport_metadata, self._kv.connect_timeout_s
             )
         except grpc.aio.AioRpcError as error:
             await channel.close()
-            raise from_rpc_error(error, ref.worker_id) from None
+            refusal = from_rpc_error(error, ref.worker_id)
+            if isinstance(refusal, LayoutMismatch):
+                self._refusals[ref.worker_id] = refusal
+            raise refusal from None
         except BaseException:
             await channel.close()
             raise
@@ -118,6 +157,15 @@ class Peers:
             "peer connected", peer=ref.worker_id, incarnation=ref.incarnation, transport=self.layout.transport
         )
         return Peer(ref.worker_id, ref.incarnation, channel, stub)
+
+    def _check_layout(self, worker_id: str, theirs: kv_pb2.Layout) -> None:
+        """Raises LayoutMismatch, and remembers it for as long as the worker is there."""
+        try:
+            self.layout.check(KvLayout.from_proto(theirs))
+        except LayoutMismatch as mismatch:
+            self._refusals[worker_id] = mismatch
+            raise
+        self._refusals.pop(worker_id, None)
 
     async def _replace_incarnation(self, worker_id: str, incarnation: str) -> None:
         old = self._incarnations.get(worker_id)
@@ -139,3 +187,7 @@ class Peers:
                     error=str(error),
                     exc_info=None if known else error,
                 )
+
+
+def _is_open(task: asyncio.Task[Peer]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

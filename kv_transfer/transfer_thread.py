@@ -100,6 +100,7 @@ class TransferThread:
         self._transport: Transport
         self._block_bytes = block_bytes
         self.counters = TransferCounters()
+        self._bytes_per_s: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     async def start(self) -> None:
@@ -130,6 +131,10 @@ class TransferThread:
         if not self._send(lambda: self._post(transfer), None):
             transfer.finish(TransferFailed(_CLOSED))
         return transfer
+
+    def bytes_per_s(self, peer: str) -> float:
+        """Of READs from the peer, lately; 0 while there were none."""
+        return self._bytes_per_s.get(peer, 0.0)
 
     async def close(self) -> None:
         """End all READs and the thread."""
@@ -256,6 +261,9 @@ class TransferThread:
         if isinstance(result, TransferStats):
             self.counters.bytes += result.bytes
             self.counters.seconds += result.seconds
+            rate = result.bytes / max(result.seconds, 1e-9)
+            known = self._bytes_per_s.get(transfer.peer, rate)
+            self._bytes_per_s[transfer.peer] = known + 0.3 * (rate - known)
         else:
             self.counters.failed += 1
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more

@@ -7,34 +7,55 @@ handshake ─▶ Prefill ─▶ started ─▶ blocks ready … ─▶ first tok
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+import structlog
 
+from headrace.block_hash import extend
+from headrace.clock import Deadline
+from headrace.engine.block_pool import NamedBlock
 from headrace.engine.sequence import BlocksReady, Event, Failed, NewToken, Sequence, Started
 from headrace.engine_client import EngineClient
-from headrace.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, WorkerGone
+from headrace.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    StaleBlocks,
+    WorkerGone,
+)
 from headrace.rpc.convert import logprobs_to_proto, sampling_from_proto
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc
-from kv_transfer.peers import Peers
+from kv_transfer.leased_reads import ReadContext
+from kv_transfer.metrics import Refusal
+from kv_transfer.prefix_fetch import PrefixFetcher
+
+log = structlog.get_logger()
+
+_LEASE_REASON = "cached prefix"
+_MAX_LEASE_TTL_S = 600.0
 
 
 class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
-    """One per worker. `root_digest(salt)` starts the hash chain; `checksums(block_ids)` reads the blocks' bytes."""
+    """One per worker. `root_digest(salt)` starts the hash chain."""
 
     def __init__(
         self,
         engine: EngineClient,
-        peers: Peers,
+        reads: ReadContext,
+        fetcher: PrefixFetcher,
         root_digest: Callable[[str], bytes],
-        checksums: Callable[[list[int]], list[int]],
+        block_size_tokens: int,
     ) -> None:
         self._engine = engine
-        self._peers = peers
+        self._reads = reads
+        self._peers = reads.peers
+        self._fetcher = fetcher
         self._root_digest = root_digest
-        self._checksums = checksums
+        self._block_size_tokens = block_size_tokens
         self._draining = False
         self._streams = 0
 
@@ -60,9 +81,11 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             raise Overloaded(f"{self._peers.own.worker_id} is draining")
         sequence = self._sequence(request)
         events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by the prompt's number of chunks
-        deadline = time.monotonic() + request.timeout_s
+        deadline = Deadline.after(request.timeout_s, self._reads.clock)
         self._streams += 1
         try:
+            hashes = extend(sequence.root, sequence.token_ids, self._block_size_tokens)
+            await self._fetcher.fetch(request.sources, sequence.root, hashes, deadline)
             with self._engine.subscribed(sequence.id, events.put_nowait):
                 await self._engine.submit(sequence)
                 async for message in self._follow(events, deadline, with_checksums=request.checksum):
@@ -72,25 +95,83 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             # Stops the computation if it still runs; the blocks stay held for reads under way.
             self._engine.post(lambda engine: engine.abort(sequence.id))
 
+    async def Lease(
+        self, request: kv_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> kv_pb2.LeaseResponse:
+        self._check_incarnation(request.expected_incarnation)
+        _check_lease_request(request.lease_id, request.lease_ttl_s)
+        lease = await self._engine.call(
+            lambda engine: engine.lease(
+                request.lease_id,
+                _LEASE_REASON,
+                request.reader.incarnation,
+                list(request.names),
+                request.lease_ttl_s,
+            )
+        )
+        return kv_pb2.LeaseResponse(
+            block_ids=lease.block_ids,
+            generations=lease.generations,
+            checksums=await self._checksums(lease.block_ids) if request.checksum else (),
+        )
+
     async def Renew(
         self, request: kv_pb2.RenewRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.RenewResponse:
         self._check_incarnation(request.incarnation)
-        if not await self._engine.call(lambda engine: engine.renew_hold(request.lease_id)):
-            raise NotFound(f"no lease {request.lease_id}: released or expired")
+        renewed = self._engine.call(lambda engine: engine.renew_hold(request.lease_id, request.reader))
+        await self._checked(request.lease_id, renewed)
         return kv_pb2.RenewResponse()
 
     async def Release(
         self, request: kv_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.ReleaseResponse:
         self._check_incarnation(request.incarnation)
-        if not await self._engine.call(lambda engine: engine.release_hold(request.lease_id)):
-            raise NotFound(f"no lease {request.lease_id}: released or expired")
+        if len(request.block_ids) != len(request.generations):
+            raise InvalidRequest("generations", len(request.generations), "must be one for each of block_ids")
+        told = dict(zip(request.block_ids, request.generations, strict=True))
+        released = self._engine.call(
+            lambda engine: engine.release_hold(request.lease_id, request.reader, told)
+        )
+        await self._checked(request.lease_id, released)
         return kv_pb2.ReleaseResponse()
 
+    async def Offer(
+        self, request: kv_pb2.OfferRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> kv_pb2.OfferResponse:
+        self._check_incarnation(request.expected_incarnation)
+        if self._draining:
+            raise Overloaded(f"{self._peers.own.worker_id} is draining")
+        offered = [NamedBlock(block.digest, block.parent_digest) for block in request.blocks]
+        missing = await self._engine.call(lambda engine: engine.missing(offered))
+        num_fetched = 0
+        if missing:
+            deadline = Deadline.after(request.timeout_s, self._reads.clock)
+            num_fetched = (await self._fetcher.adopt(request.owner, missing, deadline)).num_blocks
+        return kv_pb2.OfferResponse(
+            num_present=len(offered) - len(missing) + num_fetched, num_fetched=num_fetched
+        )
+
+    async def _checked(self, lease_id: str, answer: Awaitable[bool]) -> None:
+        """Raises what the reader is told when its lease is not what it thinks; counted by reason."""
+        try:
+            if await answer:
+                return
+        except PermissionDenied:
+            self._refused(Refusal.OTHER_READER)
+            raise
+        except StaleBlocks as error:
+            self._refused(Refusal.GENERATION)
+            log.error("blocks under a lease were recycled", lease=lease_id, error=str(error))
+            raise
+        self._refused(Refusal.UNKNOWN_LEASE)
+        raise NotFound(f"no lease {lease_id}: released or expired")
+
+    def _refused(self, reason: Refusal) -> None:
+        self._reads.metrics.refusals.labels(reason).inc()
+
     def _sequence(self, request: kv_pb2.PrefillRequest) -> Sequence:
-        if not request.lease_id:
-            raise InvalidRequest("lease_id", "", "must name the hand-off")
+        _check_lease_request(request.lease_id, request.lease_ttl_s)
         return Sequence(
             id=request.lease_id,
             token_ids=list(request.token_ids),
@@ -98,15 +179,16 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             sampling=sampling_from_proto(request.sampling),
             root=self._root_digest(request.cache_salt),
             hold_ttl_s=request.lease_ttl_s,
+            reader=request.reader.incarnation,
         )
 
     async def _follow(
-        self, events: asyncio.Queue[Event], deadline: float, *, with_checksums: bool
+        self, events: asyncio.Queue[Event], deadline: Deadline, *, with_checksums: bool
     ) -> AsyncIterator[kv_pb2.PrefillEvent]:
         """The sequence's events as messages, up to the first token."""
         while True:
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(deadline.remaining_s()):
                     event = await events.get()
             except TimeoutError:
                 raise DeadlineExceeded("the prompt was not computed before the request's deadline") from None
@@ -129,12 +211,25 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
                     raise AssertionError(f"unexpected event {event}")
 
     async def _announcement(self, event: BlocksReady, *, with_checksums: bool) -> kv_pb2.BlocksReady:
-        checksums = await asyncio.to_thread(self._checksums, event.block_ids) if with_checksums else []
         return kv_pb2.BlocksReady(
-            first_index=event.first_index, block_ids=event.block_ids, checksums=checksums
+            first_index=event.first_index,
+            block_ids=event.block_ids,
+            generations=event.generations,
+            checksums=await self._checksums(event.block_ids) if with_checksums else (),
         )
+
+    async def _checksums(self, block_ids: list[int]) -> list[int]:
+        return await asyncio.to_thread(self._reads.checksums, block_ids)
 
     def _check_incarnation(self, expected: str) -> None:
         own = self._peers.own
         if expected != own.incarnation:
+            self._refused(Refusal.INCARNATION)
             raise WorkerGone(f"{own.worker_id} is incarnation {own.incarnation}, not {expected}")
+
+
+def _check_lease_request(lease_id: str, ttl_s: float) -> None:
+    if not lease_id:
+        raise InvalidRequest("lease_id", "", "must name the lease")
+    if not 0 < ttl_s <= _MAX_LEASE_TTL_S:
+        raise InvalidRequest("lease_ttl_s", ttl_s, f"must lie in 0..{_MAX_LEASE_TTL_S:g}, 0 excluded")

@@ -17,17 +17,20 @@ from typing import Any
 
 import grpc
 import structlog
+from prometheus_client import CollectorRegistry
 
 from decode_worker.hand_off import DecodeContext
 from decode_worker.service import DecodeWorker
 from headrace.block_hash import HashRoot
-from headrace.clock import SystemClock
+from headrace.clock import Deadline, SystemClock
 from headrace.cluster.hosted import Report
+from headrace.cluster.neighbours import Neighbours
+from headrace.cluster.worker_metrics import WorkerCollector
 from headrace.config import Settings
 from headrace.directory.publisher import Publisher
 from headrace.directory.records import Role, WorkerLoad, WorkerRecord
 from headrace.directory.redis_directory import RedisDirectory
-from headrace.engine.block_pool import BlockPool
+from headrace.engine.block_pool import BlockPool, NamedBlock
 from headrace.engine.engine import Engine
 from headrace.engine.load import load_runner
 from headrace.engine.sequence import Constraint
@@ -38,9 +41,13 @@ from headrace.grammar import Grammar
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
 from kv_transfer.layout import KvLayout
+from kv_transfer.leased_reads import ReadContext
+from kv_transfer.metrics import KvMetrics
 from kv_transfer.peers import Peers
+from kv_transfer.prefix_fetch import PrefixFetcher
 from kv_transfer.registry import create_transport
 from kv_transfer.transfer_thread import TransferThread
 from kv_transfer.transport import BlockRegion, Transport
@@ -53,6 +60,7 @@ _KV_SERVICE = kv_pb2.DESCRIPTOR.services_by_name["KvExchange"].full_name
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _SERVER_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.05
+_MAX_HOLDS_SHOWN = 100
 
 MakeTransport = Callable[[str, str, BlockRegion], Transport]  # name, incarnation, region
 
@@ -130,12 +138,18 @@ class WorkerProcess:
         self._exchange.drain()
         if self._decode is not None:
             self._decode.drain()
+        deadline = Deadline.after(self._settings.rpc.drain_timeout_s, SystemClock())
         try:
-            async with asyncio.timeout(self._settings.rpc.drain_timeout_s):
+            async with asyncio.timeout(deadline.remaining_s()):
+                await self._idle()
+                await self._neighbours.evacuate(self._hottest, deadline)
                 await self._idle()
         except TimeoutError:
             log.warning("drain ran out of time", seconds=self._settings.rpc.drain_timeout_s)
         await self._cleanup.aclose()
+
+    async def _hottest(self, max_blocks: int) -> list[NamedBlock]:
+        return await self._engine.call(lambda engine: engine.hottest(max_blocks))
 
     def _load(self) -> None:
         settings = self._settings
@@ -161,10 +175,17 @@ class WorkerProcess:
         settings = self._settings
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
         self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc)
-        self._exchange = KvExchangeService(
-            self._engine, self._peers, self._root_digest, self._cache.checksums
+        metrics = self._serve_metrics()
+        reads = ReadContext(
+            self._peers, settings.kv, SystemClock(), self._cache.checksums, metrics, self._own
         )
-        self._decode = DecodeWorker(self._decode_context()) if self._role != Role.PREFILL else None
+        block_size_tokens = settings.engine.block_size_tokens
+        fetcher = PrefixFetcher(reads, self._engine, self._cache.block_bytes, block_size_tokens)
+        self._context = DecodeContext(
+            self._engine, reads, fetcher, self._root_digest, self._files.eos_token_ids, block_size_tokens
+        )
+        self._exchange = KvExchangeService(self._engine, reads, fetcher, self._root_digest, block_size_tokens)
+        self._decode = DecodeWorker(self._context) if self._role != Role.PREFILL else None
         self._engine.thread.start()
         self._cleanup.push_async_callback(asyncio.to_thread, self._engine.thread.stop, _ENGINE_STOP_TIMEOUT_S)
         self._cleanup.push_async_callback(self._end_background)
@@ -183,6 +204,24 @@ class WorkerProcess:
         await self._publisher.start()
         self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)
+        self._neighbours = Neighbours(directory, self._peers, metrics, self._role, self._set_exchange_ready)
+        watching = asyncio.create_task(self._neighbours.run(settings.directory.worker_ttl_s / 2))
+        self._cleanup.push_async_callback(_ended, watching)
+
+    def _serve_metrics(self) -> KvMetrics:
+        """For Prometheus. What else the process does is not stopped by a scrape: it has its own thread."""
+        registry = CollectorRegistry()
+        registry.register(
+            WorkerCollector(self._core.load, lambda: self._engine.thread.last_audit, self._peers)
+        )
+        rpc, telemetry = self._settings.rpc, self._settings.telemetry
+        port, stop = serve_metrics(registry, rpc.host, telemetry.metrics_port)
+        self._metrics_address = f"{rpc.advertise_host or rpc.host}:{port}"
+        self._cleanup.push_async_callback(asyncio.to_thread, stop)
+        return KvMetrics(registry)
+
+    async def _set_exchange_ready(self, ready: bool) -> None:  # noqa: FBT001 - a callback
+        await self._server.set_ready(ready=ready, service=_KV_SERVICE)
 
     def _compile_grammar(self, grammar: Grammar) -> Constraint:
         """On any thread."""
@@ -221,19 +260,6 @@ class WorkerProcess:
             block_size_tokens=self._settings.engine.block_size_tokens,
             tp_size=1,
             transport=self._settings.kv.transport,
-        )
-
-    def _decode_context(self) -> DecodeContext:
-        return DecodeContext(
-            engine=self._engine,
-            peers=self._peers,
-            kv=self._settings.kv,
-            clock=SystemClock(),
-            root_digest=self._root_digest,
-            checksums=self._cache.checksums,
-            eos_token_ids=self._files.eos_token_ids,
-            block_size_tokens=self._settings.engine.block_size_tokens,
-            background=self._own,
         )
 
     def _root_digest(self, salt: str) -> bytes:
@@ -300,6 +326,18 @@ class WorkerProcess:
             transferred_bytes=self._transfers.counters.bytes,
             transfer_s=self._transfers.counters.seconds,
             draining=self._draining,
+            metrics_address=self._metrics_address,
+            peers=self._peers.statuses(),
+            holds=[
+                worker_pb2.Hold(
+                    owner=hold.owner,
+                    reason=hold.reason,
+                    reader=hold.reader,
+                    num_blocks=len(hold.block_ids),
+                    remaining_s=hold.expires_at_s - self._core.clock.now(),
+                )
+                for hold in audit.holds[:_MAX_HOLDS_SHOWN]
+            ],
             blocks=worker_pb2.BlockAccount(
                 total=audit.total,
                 free=audit.free,
@@ -311,3 +349,8 @@ class WorkerProcess:
                 problems=audit.problems,
             ),
         )
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

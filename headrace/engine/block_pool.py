@@ -3,7 +3,7 @@
     FREE ──allocate──▶ ACTIVE ──store──▶ named in the prefix tree ──last user gone──▶ CACHED ──evict──▶ FREE
     owner side     ACTIVE, CACHED ──hold──▶ HELD ──release_hold (released or expired)──▶ CACHED, or FREE without a name
     reader side    FREE ──fill──▶ FILLING ──arrived──▶ ACTIVE
-                   FREE ──begin_import──▶ FILLING ──finish_import──▶ HELD under its names
+                   FREE ──begin_import──▶ FILLING ──finish_import──▶ CACHED under its name
                    FILLING ──quarantine, abandon_import──▶ QUARANTINED ──settle──▶ FREE
 
 A block may have several users (sequences with a common prefix) and be in several holds; while it is in any hold it
@@ -264,18 +264,13 @@ class BlockPool:
         self._imports[owner] = self.fill(count)
         return list(self._imports[owner])
 
-    def finish_import(self, names: Sequence[NamedBlock], hold: Hold) -> int:
-        """The blocks of `hold.owner`'s import are here, one for each name, and checked: let others find them. They are
-        held, not to be evicted before their use. Returns how many were news; those that were not are free again.
-        """
-        block_ids = self._imports.pop(hold.owner)
+    def finish_import(self, owner: str, names: Sequence[NamedBlock]) -> None:
+        """The blocks are here, one for each name, and checked: FILLING to CACHED. What was news by then only."""
+        block_ids = self._imports.pop(owner)
         self.arrived(block_ids)
         for block_id, name in zip(block_ids, names, strict=True):
             self.store(block_id, name.digest, name.parent_digest)
-        hold.block_ids = [i for i in block_ids if self._blocks[i].digest is not None]
-        self.hold(hold)
         self.release(block_ids)
-        return len(hold.block_ids)
 
     def abandon_import(self, owner: str) -> None:
         """Given up: quarantined until `settle(owner)`. Nothing for an unknown owner."""
@@ -315,8 +310,8 @@ class BlockPool:
         reserved: Set[int] | None = None,
         now_s: float = float("-inf"),
     ) -> PoolAudit:
-        """Count everything anew; walks the whole pool. `users`: how many block tables have each block, `reserved`: those
-        that are filled for a sequence, both where known. `now_s` finds the holds that should be over.
+        """Count everything anew; walks the whole pool. `users`: how many block tables have each block, `reserved`:
+        those that are filled for a sequence, both where known. `now_s` finds the holds that should be over.
         """
         states = Counter(block.state for block in self._blocks)
         return PoolAudit(
@@ -403,9 +398,7 @@ class BlockPool:
     def _problems_outside(self, reserved: Set[int] | None, now_s: float) -> Iterable[str]:
         """What is wrong with holds and with blocks that are being filled."""
         for hold in self._holds.values():
-            name = (
-                f"hold {hold.owner} ({hold.reason}, {len(hold.block_ids)} blocks, reader {hold.reader or 'none'})"
-            )
+            name = f"hold {hold.owner} ({hold.reason}, {len(hold.block_ids)} blocks, reader {hold.reader or 'none'})"
             if now_s - hold.expires_at_s > _STRAY_AFTER_S:
                 yield f"{name} should have ended {now_s - hold.expires_at_s:.1f} s ago"
             if hold.generations != [self.generation(block_id) for block_id in hold.block_ids]:

@@ -80,8 +80,6 @@ class Lease:
     generations: list[int]
 
 
-# A hold that renews the blocks of a prefix which came from outside, until the sequence that needs them has started.
-_IMPORT_REASON = "prefix fetched for a waiting prompt"
 _MAX_PROBLEMS_LOGGED = 20
 # Each new step counts this much in the rate of prefill.
 _RATE_WEIGHT = 0.2
@@ -198,13 +196,9 @@ class Engine:
         count = min(count, self._scheduler.num_to_spare())
         return self._pool.begin_import(owner, count) if count > 0 else []
 
-    def finish_import(self, owner: str, names: Items[NamedBlock], ttl_s: float) -> int:
-        """The import's blocks are here, one for each name. They can be found from now on, and are held until
-        `release_hold(owner)`. Returns how many were news.
-        """
-        return self._pool.finish_import(
-            names, Hold(owner, _IMPORT_REASON, [], ttl_s, self.clock.now() + ttl_s)
-        )
+    def finish_import(self, owner: str, names: Items[NamedBlock]) -> None:
+        """The import's blocks are here, one for each name, and checked: they can be found from now on."""
+        self._pool.finish_import(owner, names)
 
     def abandon_import(self, owner: str) -> None:
         """Given up: the blocks are quarantined until `settle(owner)`. Nothing for an unknown owner."""
@@ -213,6 +207,10 @@ class Engine:
     def reset_cache(self) -> None:
         """Forget all cached blocks that nobody uses or holds."""
         self._pool.forget_cached()
+
+    def fail(self, sequence_id: str, error: HeadraceError) -> None:
+        """End a sequence with an error event; nothing for an id that is unknown or over."""
+        self._fail(sequence_id, error)
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every sequence with `error`: the last resort when the engine itself is at fault."""

@@ -41,10 +41,11 @@ class RpcServer:
         await self.grpc_server.start()
         return f"{self._settings.advertise_host or self._settings.host}:{self.port}"
 
-    async def set_ready(self, *, ready: bool) -> None:
+    async def set_ready(self, *, ready: bool, service: str | None = None) -> None:
+        """Of one service, or of all and the server as a whole."""
         status = health_pb2.HealthCheckResponse
         state = status.SERVING if ready else status.NOT_SERVING
-        for name in ("", *self._services):
+        for name in ("", *self._services) if service is None else (service,):
             await self.health.set(name, state)
 
     async def stop(self, grace_s: float) -> None:

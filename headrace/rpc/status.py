@@ -15,6 +15,7 @@ from headrace.errors import (
     DeadlineExceeded,
     HeadraceError,
     InternalError,
+    LayoutMismatch,
     Overloaded,
     PeerError,
     WorkerGone,
@@ -25,6 +26,8 @@ log = structlog.get_logger()
 RETRY_AFTER_KEY = "retry-after-ms"
 # Set on every status that a handler of ours chose. An UNAVAILABLE without it came from the connection itself.
 ANSWERED_KEY = "headrace-answered"
+# Of a LayoutMismatch: the field, and its values on the answering side and on the asking one.
+_MISMATCH_KEYS = ("headrace-field", "headrace-owner-value-bin", "headrace-reader-value-bin")
 
 
 def status_code(code: Code) -> grpc.StatusCode:
@@ -33,9 +36,12 @@ def status_code(code: Code) -> grpc.StatusCode:
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: HeadraceError) -> None:
     """End the call with the error's status. Raises, as `context.abort` does."""
-    metadata = [(ANSWERED_KEY, "1")]
+    metadata: list[tuple[str, str | bytes]] = [(ANSWERED_KEY, "1")]
     if isinstance(error, Overloaded):
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
+    if isinstance(error, LayoutMismatch):
+        values = (error.field, str(error.ours).encode(), str(error.theirs).encode())
+        metadata += zip(_MISMATCH_KEYS, values, strict=True)
     context.set_trailing_metadata(tuple(metadata))
     await context.abort(status_code(error.code), str(error))
 
@@ -43,7 +49,11 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Headrac
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
     """What a failed call to `peer` means to the caller. A connection that broke is WorkerGone."""
     code, details = error.code(), error.details() or "no details"
-    answered = any(key == ANSWERED_KEY for key, _ in error.trailing_metadata() or ())
+    trailing = dict(error.trailing_metadata() or ())
+    answered = ANSWERED_KEY in trailing
+    if _MISMATCH_KEYS[0] in trailing:
+        field, theirs, ours = (trailing[key] for key in _MISMATCH_KEYS)
+        return LayoutMismatch(_text(field), _text(ours), _text(theirs))
     if code == grpc.StatusCode.UNAVAILABLE and not answered:
         return WorkerGone(f"{peer}: {details}")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -57,12 +67,14 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
 @contextmanager
 def errors_of(peer: str) -> Generator[None]:
     """Within the block, what a call to `peer` raises becomes an error of ours. A channel that somebody else closed
-    cancels its calls as if we were cancelled ourselves: that becomes WorkerGone.
+    cancels its calls as if we were cancelled ourselves, and takes no further ones: that becomes WorkerGone.
     """
     try:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, peer) from None
+    except grpc.aio.UsageError:
+        raise WorkerGone(f"{peer}: the connection was closed") from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -130,3 +142,7 @@ def _guard_stream(
 def _unexpected(method: str) -> InternalError:
     log.exception("handler failed", method=method)
     return InternalError(f"{method}: unexpected error, see the server's log")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.request import urlopen
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.cluster.worker_process import WorkerProcess
 from headrace.config import Settings
@@ -71,6 +73,18 @@ class Worker:
         async with grpc.aio.insecure_channel(self.address) as channel:
             return await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
 
+    async def metrics(self) -> dict[str, float]:
+        """Samples by name with labels, as Prometheus would get them: `name_total{reason="timeout"}`."""
+        address = (await self.status()).metrics_address
+        text = await asyncio.to_thread(
+            lambda: urlopen(f"http://{address}/metrics", timeout=10).read().decode()
+        )
+        return {
+            sample.name + _shown(sample.labels): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
     async def assert_idle(self) -> None:
         """After at most a few leases: free + cached = total, nothing held, nothing running."""
         try:
@@ -83,6 +97,10 @@ class Worker:
 
     def _transport(self, name: str, incarnation: str, region: BlockRegion) -> Transport:
         return FaultyTransport(create_transport(name, incarnation, region), self.faults, region)
+
+
+def _shown(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}" if labels else ""
 
 
 def _is_idle(status: worker_pb2.StatusResponse) -> bool:
@@ -109,8 +127,9 @@ class RouterSession:
         self._reader = asyncio.create_task(self._read())
 
     async def start(
-        self, token_ids, *, prefill=(), request_id="r", salt="", timeout_s=20.0, **sampling
+        self, token_ids, *, prefill=(), sources=(), request_id="r", salt="", timeout_s=20.0, **sampling
     ) -> Answer:
+        """`sources`: pairs of a worker and how many of the prompt's blocks it is said to have."""
         params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})
         answer = self._answers[request_id] = Answer()
         start = worker_pb2.StartRequest(
@@ -120,6 +139,7 @@ class RouterSession:
             timeout_s=timeout_s,
             cache_salt=salt,
             prefill_workers=[worker.ref for worker in prefill],
+            sources=[worker_pb2.Source(worker=worker.ref, num_blocks=num) for worker, num in sources],
         )
         await self._write(worker_pb2.SessionRequest(start=start))
         return answer

@@ -1,0 +1,290 @@
+"""Cached blocks read from another worker under a lease: at the start of a prompt, and when a worker ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.cluster.redis_server import RedisServer
+from headrace.directory.records import Role
+from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc
+from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, fleet_settings, session_with, workers
+
+P, D = Role.PREFILL, Role.DECODE
+PROMPT = [3 + (7 * i) % 200 for i in range(5 * STEP_TOKENS + 3)]
+NUM_FULL = len(PROMPT) // BLOCK_SIZE
+DECISION = 'headrace_kv_prefix_decisions_total{{decision="{}"}}'.format
+FAILURE = 'headrace_kv_failures_total{{reason="{}"}}'.format
+REFUSAL = 'headrace_kv_refused_references_total{{reason="{}"}}'.format
+
+
+@pytest.fixture(scope="module")
+def redis_url():
+    with RedisServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model_files, redis_url):
+    return fleet_settings(tiny_model_files, redis_url)
+
+
+@pytest.fixture
+def settings_with(tiny_model_files, redis_url):
+    return lambda **changes: fleet_settings(tiny_model_files, redis_url, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected(settings):
+    """The answer by one engine alone, nothing cached."""
+
+    async def answer():
+        async with workers(settings, D) as [d], session_with(d) as session:
+            return (await session.answer(PROMPT)).token_ids
+
+    return asyncio.run(answer())
+
+
+async def test_the_next_turn_takes_its_prefix_from_the_decode_worker(settings, expected):
+    """The decode worker alone has the first turn, answer included; the prefill worker reads it from there."""
+    turn = [*PROMPT, *expected, *PROMPT[:9]]
+    async with workers(settings, D) as [d], session_with(d) as session:
+        reference = (await session.answer(turn)).token_ids
+    async with workers(settings, P, D, D) as [p, d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT)
+        cached = (len(PROMPT) + len(expected) - 1) // BLOCK_SIZE
+        async with session_with(d1) as session:
+            answer = await session.answer(turn, prefill=[p], sources=[(d0, cached)])
+        assert answer.token_ids == reference
+        assert answer.end.prefill_worker == p.worker_id
+        assert answer.end.cached_tokens == cached * BLOCK_SIZE
+        assert (await p.status()).prefill_tokens == len(turn) - cached * BLOCK_SIZE
+        metrics = await p.metrics()
+        assert metrics[DECISION("fetch")] == 1
+        assert metrics[f'headrace_kv_read_blocks_total{{peer="{d0.worker_id}"}}'] == cached
+
+
+async def test_a_decode_worker_that_prefills_itself_fetches_too(settings, expected):
+    async with workers(settings, D, D) as [d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT)
+        async with session_with(d1) as session:
+            answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)])
+        assert answer.token_ids == expected
+        assert answer.end.blocks_moved == NUM_FULL
+        assert (await d1.status()).prefill_tokens == len(PROMPT) - NUM_FULL * BLOCK_SIZE
+
+
+async def test_kv08_what_the_index_claims_and_nobody_has_is_computed(settings, expected):
+    async with workers(settings, D, D) as [d0, d1], session_with(d1) as session:
+        answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)])
+        assert answer.token_ids == expected
+        assert answer.end.blocks_moved == 0
+        assert (await d1.metrics())[DECISION("gone")] == 1
+
+
+async def test_kv08_two_requests_share_a_prefix_whose_load_fails_once(settings, expected):
+    """One attempt at each source, then the prefix is computed; both answers are right."""
+    other = [*PROMPT[: 2 * BLOCK_SIZE], *PROMPT[::-1]]
+    async with workers(settings, D) as [d], session_with(d) as session:
+        other_expected = (await session.answer(other)).token_ids
+    async with workers(settings, D, D) as [d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT)
+        async with session_with(d1) as session:
+            d1.faults.fail_next = 1
+            one, two = await asyncio.gather(
+                session.answer(PROMPT, sources=[(d0, NUM_FULL)], request_id="one"),
+                session.answer(other, sources=[(d0, 2)], request_id="two"),
+            )
+        assert (one.token_ids, two.token_ids) == (expected, other_expected)
+
+
+async def test_kv08_a_load_that_always_fails_is_tried_once_for_each_source(settings, expected):
+    async with workers(settings, D, D, D) as [d0, d1, d2]:
+        for worker in (d0, d1):
+            async with session_with(worker) as session:
+                await session.answer(PROMPT)
+        async with session_with(d2) as session:
+            d2.faults.fail_next = 1000
+            answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL), (d1, NUM_FULL)])
+            assert answer.token_ids == expected
+            assert 1000 - d2.faults.fail_next == 2
+            assert (await d2.metrics())[DECISION("failed")] == 2
+            d2.faults.fail_next = 0
+
+
+async def test_a_corrupted_prefix_is_computed_instead(settings, expected):
+    async with workers(settings, D, D) as [d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT)
+        async with session_with(d1) as session:
+            d1.faults.corrupt = True
+            answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)])
+            d1.faults.corrupt = False
+            assert answer.token_ids == expected
+            assert (await d1.metrics())[FAILURE("checksum")] == 1
+            # What arrived broken is nowhere in the tree.
+            assert (await session.answer(PROMPT, request_id="again")).token_ids == expected
+
+
+async def test_a_source_that_stalls_is_given_up_and_its_blocks_stay_out_of_use(settings, expected):
+    async with workers(settings, D, D) as [d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT)
+        async with session_with(d1) as session:
+            d1.faults.stall = True
+            answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)])
+            assert answer.token_ids == expected
+            assert (await d1.status()).blocks.quarantined == NUM_FULL
+            d1.faults.stall = False
+
+
+async def test_a_slow_link_is_not_used(settings, expected):
+    async with workers(settings, D, D) as [d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT[::-1])
+            await session.answer(PROMPT, request_id="2")
+        async with session_with(d1) as session:
+            d1.faults.delay_s = 0.5  # for a handful of tiny blocks: far slower than computing
+            slow = await session.answer(PROMPT[::-1], sources=[(d0, NUM_FULL)])
+            assert slow.end.blocks_moved == NUM_FULL
+            d1.faults.delay_s = 0.0
+            answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)], request_id="2")
+            assert answer.token_ids == expected
+            assert answer.end.blocks_moved == 0
+            assert (await d1.metrics())[DECISION("compute")] == 1
+
+
+async def test_a_burst_of_equal_prompts_fetches_once(settings, expected):
+    async with workers(settings, D, D) as [d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT)
+        async with session_with(d1) as session:
+            answers = await asyncio.gather(
+                *(
+                    session.answer(PROMPT, sources=[(d0, NUM_FULL)], request_id=str(number))
+                    for number in range(4)
+                )
+            )
+        assert [answer.token_ids for answer in answers] == [expected] * 4
+        assert sum(answer.end.blocks_moved for answer in answers) == NUM_FULL
+
+
+async def test_a_worker_that_ends_leaves_its_hot_blocks_to_a_neighbour(settings, expected):
+    async with workers(settings, D) as [stays]:
+        async with workers(settings, P) as [leaves]:
+            async with session_with(stays) as session:
+                answer = await session.answer(PROMPT, prefill=[leaves], max_tokens=1)
+                assert answer.token_ids == expected[:1]
+            assert (await stays.status()).blocks.cached == 0  # the first token ended it: nothing was pulled
+        assert (await stays.status()).blocks.cached == NUM_FULL
+        async with session_with(stays) as session:
+            answer = await session.answer(PROMPT)
+        assert answer.token_ids == expected
+        assert answer.end.cached_tokens == NUM_FULL * BLOCK_SIZE
+
+
+class _Owner:
+    """A worker's KvExchange as a reader of our own sees it, by hand."""
+
+    def __init__(self, channel, worker, reader="me"):
+        self.stub = kv_pb2_grpc.KvExchangeStub(channel)
+        self.incarnation = worker.incarnation
+        self.reader = reader
+
+    async def prefill(self, lease_id, ttl_s=2.0):
+        request = kv_pb2.PrefillRequest(
+            lease_id=lease_id,
+            expected_incarnation=self.incarnation,
+            token_ids=PROMPT,
+            timeout_s=10,
+            lease_ttl_s=ttl_s,
+        )
+        request.reader.incarnation = self.reader
+        request.sampling.max_tokens = 1
+        request.sampling.top_p = request.sampling.repetition_penalty = 1.0
+        blocks = {}
+        async for event in self.stub.Prefill(request, timeout=10):
+            ready = event.blocks_ready
+            blocks.update(zip(ready.block_ids, ready.generations, strict=True))
+        return blocks
+
+    async def release(self, lease_id, blocks=(), **changes):
+        request = kv_pb2.ReleaseRequest(
+            lease_id=lease_id,
+            incarnation=self.incarnation,
+            reader=self.reader,
+            block_ids=list(blocks),
+            generations=[blocks[i] for i in blocks],
+        )
+        for field, value in changes.items():
+            setattr(request, field, value)
+        await self.stub.Release(request, timeout=10)
+
+    async def refusal(self, lease_id, *arguments, **changes):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await self.release(lease_id, *arguments, **changes)
+        return refused.value.code().name
+
+
+async def test_kv03_stale_forged_and_expired_references_are_refused_and_counted(settings):
+    async with workers(settings, P) as [p], grpc.aio.insecure_channel(p.address) as channel:
+        owner = _Owner(channel, p)
+        assert await owner.refusal("nobody's") == "NOT_FOUND"
+
+        blocks = await owner.prefill("mine")
+        assert await owner.refusal("mine", incarnation="an earlier life") == "UNAVAILABLE"
+        assert await owner.refusal("mine", reader="somebody else") == "PERMISSION_DENIED"
+        assert (await p.status()).holds[0].reader == "me"
+        await owner.release("mine", blocks)
+        assert await owner.refusal("mine", blocks) == "NOT_FOUND"  # consumed
+
+        blocks = await owner.prefill("another")
+        wrong = {block_id: generation + 1 for block_id, generation in blocks.items()}
+        assert await owner.refusal("another", wrong) == "FAILED_PRECONDITION"
+        await owner.prefill("out of range")
+        assert await owner.refusal("out of range", {10**6: 0}) == "FAILED_PRECONDITION"
+
+        await owner.prefill("short", ttl_s=0.05)
+        async with asyncio.timeout(10):
+            while (await p.status()).holds:
+                await asyncio.sleep(0.01)
+        assert await owner.refusal("short") == "NOT_FOUND"
+
+        metrics = await p.metrics()
+        assert metrics[REFUSAL("unknown_lease")] == 3
+        assert metrics[REFUSAL("other_reader")] == 1
+        assert metrics[REFUSAL("generation")] == 2
+        assert metrics[REFUSAL("incarnation")] == 1
+        assert metrics["headrace_kv_expired_leases_total"] == 1
+
+
+async def test_kv05_a_refused_peer_shows_in_status_metrics_and_health(settings, settings_with):
+    other = settings_with(engine={"block_size_tokens": 2 * BLOCK_SIZE})
+    async with workers(settings, D) as [d], workers(other, P) as [p]:
+        async with asyncio.timeout(20):
+            while not (refused := [peer for peer in (await d.status()).peers if peer.refusal]):
+                await asyncio.sleep(0.05)
+        assert refused[0].worker_id == p.worker_id
+        assert "block_size_tokens" in refused[0].refusal
+        metric = 'headrace_kv_refused_peers{field="block_size_tokens"}'
+        async with grpc.aio.insecure_channel(d.address) as channel, asyncio.timeout(20):
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="headrace.v1.KvExchange")
+            while (await health.Check(request)).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+                await asyncio.sleep(0.05)
+        assert (await d.metrics())[metric] == 1
+
+
+async def test_kv05_the_peer_that_notices_first_names_the_field_to_the_other(settings, settings_with):
+    other = settings_with(engine={"kv_quantization": "int8"})
+    async with workers(settings, P) as [p], workers(other, D) as [d], session_with(d) as session:
+        answer = await session.answer(PROMPT, prefill=[p])
+        assert answer.end.failed_attempts == 1
+        assert answer.end.finish_reason == "length"
+        assert "dtype" in next(peer.refusal for peer in (await d.status()).peers if peer.refusal)
