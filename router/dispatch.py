@@ -22,7 +22,7 @@ from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
 from router.ledger import Charge, Ledger
-from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView
+from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView, sources
 from router.requests import GenerationRequest, ServedModel
 from router.sessions import AnswerStream, Delta, Sessions, WorkerSession
 
@@ -76,10 +76,10 @@ class Dispatcher:
             raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
         self.num_inflight += 1
         try:
-            plan, session = await self._place(request)
+            plan, start, session = await self._place(request)
             progress.plan, progress.planned_at = plan, time.monotonic()
             with self.ledger.charged(plan, len(request.token_ids)) as charge:
-                stream = session.start(_start_message(request, plan))
+                stream = session.start(start)
                 try:
                     async for update in self._updates(request, session, stream, charge, progress):
                         yield update
@@ -90,7 +90,7 @@ class Dispatcher:
         finally:
             self.num_inflight -= 1
 
-    async def _place(self, request: GenerationRequest) -> tuple[Plan, WorkerSession]:
+    async def _place(self, request: GenerationRequest) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession]:
         """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again."""
         for _ in range(_MAX_DISPATCHES):
             self._num_requests += 1
@@ -103,7 +103,7 @@ class Dispatcher:
                 log.warning("decode worker unreachable", request_id=request.label, error=str(error))
                 continue
             log.debug("planned", request_id=request.label, plan=plan.explanation)
-            return plan, session
+            return plan, _start_message(request, plan, sources(plan, cluster)), session
         raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")
 
     def _snapshot(self, request: GenerationRequest) -> ClusterView:
@@ -111,9 +111,9 @@ class Dispatcher:
         records = [
             record
             for record in self._view.workers.values()
-            if record.model_fingerprint == self._model.files.fingerprint and not record.draining
+            if record.model_fingerprint == self._model.files.fingerprint
         ]
-        layouts = Counter((record.block_size_tokens, record.kv_dtype, record.transport) for record in records)
+        layouts = Counter(_layout(record) for record in records if not record.draining)
         if not layouts:
             raise Unavailable(f"no worker that serves {self._model.name!r} is alive")
         layout = layouts.most_common(1)[0][0]
@@ -127,14 +127,19 @@ class Dispatcher:
         )
         matched = self._view.index.match(block_hashes(root, request.token_ids))
         peers = [
-            (record.role, self._worker_view(record, matched.get(record.worker_id, 0)))
+            (record, self._worker_view(record, matched.get(record.worker_id, 0)))
             for record in records
-            if (record.block_size_tokens, record.kv_dtype, record.transport) == layout
+            if _layout(record) == layout
         ]
-        decode = tuple(view for role, view in peers if role in (Role.DECODE, Role.BOTH))
+        serving = [(record.role, view) for record, view in peers if not record.draining]
+        decode = tuple(view for role, view in serving if role in (Role.DECODE, Role.BOTH))
         if not decode:
             raise Unavailable(f"no decode worker that serves {self._model.name!r} is alive")
-        return ClusterView(prefill=tuple(view for role, view in peers if role == Role.PREFILL), decode=decode)
+        return ClusterView(
+            prefill=tuple(view for role, view in serving if role == Role.PREFILL),
+            decode=decode,
+            holders=tuple(view for _, view in peers if view.cached_tokens),
+        )
 
     def _worker_view(self, record: WorkerRecord, matched_blocks: int) -> WorkerView:
         return WorkerView(
@@ -142,6 +147,7 @@ class Dispatcher:
             incarnation=record.incarnation,
             address=record.address,
             cached_tokens=matched_blocks * record.block_size_tokens,
+            block_size_tokens=record.block_size_tokens,
             pending_prefill_tokens=self.ledger.pending_prefill_tokens[record.incarnation],
             active_tokens=self.ledger.active_tokens[record.incarnation],
             capacity_tokens=record.num_blocks * record.block_size_tokens,
@@ -212,17 +218,31 @@ def _fitting(request: GenerationRequest, capacity_tokens: int) -> SamplingParams
     return replace(request.sampling, max_tokens=room)
 
 
-def _start_message(request: GenerationRequest, plan: Plan) -> worker_pb2.StartRequest:
+def _layout(record: WorkerRecord) -> tuple[int, str, str]:
+    """What has to be equal for two workers to exchange blocks, as far as records tell."""
+    return record.block_size_tokens, record.kv_dtype, record.transport
+
+
+def _start_message(
+    request: GenerationRequest, plan: Plan, holders: list[WorkerView]
+) -> worker_pb2.StartRequest:
     return worker_pb2.StartRequest(
         request_id=request.id,
         token_ids=request.token_ids,
         sampling=sampling_to_proto(_fitting(request, plan.decode.capacity_tokens)),
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
-        prefill_workers=[
-            worker_pb2.PeerRef(
-                worker_id=worker.worker_id, address=worker.address, incarnation=worker.incarnation
+        prefill_workers=[_ref(worker) for worker in plan.prefill],
+        sources=[
+            worker_pb2.Source(
+                worker=_ref(worker), num_blocks=worker.cached_tokens // worker.block_size_tokens
             )
-            for worker in plan.prefill
+            for worker in holders
         ],
+    )
+
+
+def _ref(worker: WorkerView) -> worker_pb2.PeerRef:
+    return worker_pb2.PeerRef(
+        worker_id=worker.worker_id, address=worker.address, incarnation=worker.incarnation
     )

@@ -25,6 +25,7 @@ class WorkerView:
     )
     active_tokens: int  # tokens of the requests that it decodes for this router
     capacity_tokens: int  # of its KV pool
+    block_size_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class ClusterView:
 
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
+    holders: tuple[WorkerView, ...] = ()  # of the first blocks of the prompt, those that end soon among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,10 @@ class Policy(Protocol):
 
 
 MAX_ALTERNATES = 2
+MAX_SOURCES = 2
+
+
+def sources(plan: Plan, cluster: ClusterView) -> list[WorkerView]:
+    """Workers that hold more of the prompt than the one that prefills it, the most first."""
+    more = [worker for worker in cluster.holders if worker.cached_tokens > plan.predicted_cached_tokens]
+    return sorted(more, key=lambda worker: worker.cached_tokens, reverse=True)[:MAX_SOURCES]

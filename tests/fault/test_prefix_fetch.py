@@ -8,9 +8,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.block_hash import HashRoot, block_hashes
 from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
-from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc
+from headrace.model_store import resolve
+from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, kv_pb2, kv_pb2_grpc
+from router.app import Router
 from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, fleet_settings, session_with, workers
 
 P, D = Role.PREFILL, Role.DECODE
@@ -187,6 +190,51 @@ async def test_a_worker_that_ends_leaves_its_hot_blocks_to_a_neighbour(settings,
             answer = await session.answer(PROMPT)
         assert answer.token_ids == expected
         assert answer.end.cached_tokens == NUM_FULL * BLOCK_SIZE
+
+
+async def test_the_router_names_the_worker_that_holds_the_last_turn(settings, expected):
+    """A prefill worker that is new reads the conversation so far from the decode worker that had it alone."""
+    router = Router(settings)
+    turn = [*PROMPT, *expected, *PROMPT[:9]]
+    num_cached = (len(PROMPT) + len(expected) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    address = await router.start()
+    try:
+        async with (
+            grpc.aio.insecure_channel(address) as channel,
+            asyncio.timeout(60),
+            workers(settings, D) as [d],
+        ):
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            await _until(lambda: router.view.workers)
+            assert await _answer(stub, PROMPT) == expected
+            matched = _hashes(settings, turn)
+            await _until(lambda: router.view.index.match(matched).get(d.worker_id, 0) > NUM_FULL)
+            async with workers(settings, P) as [p]:
+                await _until(lambda: p.worker_id in router.view.workers)
+                await _answer(stub, turn)
+                assert (await p.status()).prefill_tokens == len(turn) - num_cached
+                assert (await p.metrics())[DECISION("fetch")] == 1
+    finally:
+        await router.stop()
+
+
+async def _until(condition):
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+async def _answer(stub, token_ids):
+    request = inference_pb2.GenerateRequest()
+    request.token_ids.ids.extend(token_ids)
+    request.sampling.temperature = 0
+    request.sampling.max_tokens = 8
+    return [token async for response in stub.Generate(request) for token in response.token_ids]
+
+
+def _hashes(settings, token_ids):
+    files = resolve(settings.model.ref)
+    root = HashRoot(files.fingerprint, files.tokenizer_fingerprint, BLOCK_SIZE, "float32")
+    return block_hashes(root, token_ids)
 
 
 class _Owner:

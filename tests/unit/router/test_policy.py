@@ -6,7 +6,14 @@ import pytest
 
 from headrace.errors import InvalidRequest
 from router.policy import POLICIES, load_policy
-from router.policy.views import MAX_ALTERNATES, ClusterView, RequestView, WorkerView
+from router.policy.views import (
+    MAX_ALTERNATES,
+    MAX_SOURCES,
+    ClusterView,
+    RequestView,
+    WorkerView,
+    sources,
+)
 
 
 def worker(name: str, **changes) -> WorkerView:
@@ -18,6 +25,7 @@ def worker(name: str, **changes) -> WorkerView:
         pending_prefill_tokens=0,
         active_tokens=0,
         capacity_tokens=1000,
+        block_size_tokens=16,
     )
     return replace(base, **changes)
 
@@ -93,3 +101,12 @@ def test_round_robin_takes_turns():
 def test_an_unknown_policy_is_named_with_the_known_ones():
     with pytest.raises(InvalidRequest, match=r"router\.policy.*'fastest'.*prefix_load, round_robin"):
         load_policy("fastest")
+
+
+def test_sources_hold_more_than_the_worker_that_prefills():
+    holders = [worker("a", cached_tokens=64), worker("p0", cached_tokens=32), worker("b", cached_tokens=16)]
+    more = [worker(f"m{number}", cached_tokens=80 + number) for number in range(3)]
+    view = ClusterView((holders[1],), (worker("d0"),), tuple(holders + more))
+    plan = load_policy("prefix_load")(RequestView(100, seed=1), view)
+    assert [w.worker_id for w in sources(plan, view)] == ["m2", "m1"][:MAX_SOURCES]
+    assert not sources(plan, replace(view, holders=tuple(holders[1:])))
