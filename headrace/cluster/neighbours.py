@@ -61,7 +61,6 @@ class Neighbours:
 
     async def _look_around(self) -> None:
         others = await self._others()
-        self._peers.forget_absent({record.worker_id for record in others})
         likely = [record for record in others if self._is_likely(record)][:_MAX_CONNECTED]
         await asyncio.gather(*(self._connect(record) for record in likely))
         refused = self._peers.refusals
@@ -124,6 +123,7 @@ class Neighbours:
     async def _others(self) -> list[WorkerRecord]:
         """Workers that serve what this one serves. Raises Unavailable."""
         records = await self._directory.workers()
+        self._peers.forget_absent({record.worker_id for record in records})
         return [
             record
             for record in records

@@ -1,0 +1,121 @@
+"""Worker processes that can be killed, stopped and started again at the same address. NIXL between them.
+
+Each has a port of its own that it keeps over its lives, as a pod behind a stable name does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+
+from headrace.config import Settings
+from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.processes import STOP_TIMEOUT_S, free_port
+
+START_TIMEOUT_S = 90.0
+_IDLE_TIMEOUT_S = 60.0
+
+
+class ProcessWorker:
+    """One worker id; `incarnation` is of its life now."""
+
+    def __init__(self, settings: Settings, role: str, worker_id: str, folder: Path, **faults) -> None:
+        self.worker_id = worker_id
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.incarnation = ""
+        rpc = settings.rpc.model_copy(update={"port": self.port})
+        self._arguments = [
+            role,
+            worker_id,
+            settings.model_copy(update={"rpc": rpc}).model_dump_json(),
+            json.dumps(faults),
+        ]
+        self._log = folder / f"{worker_id}.log"
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    @property
+    def ref(self) -> worker_pb2.PeerRef:
+        return worker_pb2.PeerRef(
+            worker_id=self.worker_id, address=self.address, incarnation=self.incarnation
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
+
+    async def start(self) -> None:
+        """Returns once it answers."""
+        with self._log.open("ab") as log:
+            self._popen = subprocess.Popen(  # noqa: ASYNC220 - its output is a file
+                [sys.executable, "-m", "tests.support.worker_main", *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                assert self.is_alive, f"{self.worker_id} ended: {self._log.read_text()[-3000:]}"
+                with suppress(grpc.aio.AioRpcError):
+                    self.incarnation = (await self.status()).incarnation
+                    return
+                await asyncio.sleep(0.1)
+
+    async def status(self) -> worker_pb2.StatusResponse:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            return await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+        if self._popen is not None:
+            self._popen.wait()
+
+    def pause(self) -> None:
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that takes too long."""
+        if self._popen is None:
+            return
+        self.go_on()
+        self._send(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(STOP_TIMEOUT_S)
+        self.kill()
+
+    async def assert_idle(self) -> None:
+        """After at most a few leases: free + cached = total, nothing held, nothing running."""
+        status: object = "never answered"
+        try:
+            async with asyncio.timeout(_IDLE_TIMEOUT_S):
+                while True:
+                    with suppress(grpc.aio.AioRpcError):
+                        status = await self.status()
+                        assert not status.blocks.problems, status
+                        blocks = status.blocks
+                        if (
+                            not (status.running or status.waiting)
+                            and blocks.free + blocks.cached == blocks.total
+                        ):
+                            return
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"{self.worker_id} does not get idle: {status}") from None
+
+    def _send(self, signum: signal.Signals) -> None:
+        if self.is_alive:
+            assert self._popen is not None
+            with suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signum)
