@@ -5,7 +5,6 @@ Without faults it is what `headrace prefill` and `headrace decode` run.
 
 from __future__ import annotations
 
-import json
 import sys
 
 import headrace.cluster.foreground as foreground
@@ -19,7 +18,7 @@ from kv_transfer.registry import create_transport
 
 def main(role: str, worker_id: str, settings_json: str, faults_json: str) -> None:
     settings = Settings.model_validate_json(settings_json)
-    faults = Faults(**json.loads(faults_json))
+    faults = Faults()
 
     def build(spec: ProcessSpec, report) -> WorkerProcess:
         return WorkerProcess(settings, Role(role), worker_id, report, make_transport=transport)
