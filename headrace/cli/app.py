@@ -183,14 +183,14 @@ def chat(
 @app.command()
 def status(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Show workers, roles, load and cache use."""
-    from headrace.cli.status import status_table
+    from headrace.cli.status import status_report
 
     settings = settings_from(config, assignments)
     running = find_running(settings.model.cache_dir, settings.directory.cluster)
     if running is not None:
         directory = settings.directory.model_copy(update={"url": running.directory_url})
         settings = settings.model_copy(update={"directory": directory})
-    output.print(status_table(settings))
+    output.print(status_report(settings))
 
 
 IdOption = Annotated[

@@ -6,6 +6,8 @@ import asyncio
 
 import grpc
 from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from headrace.config import Settings
@@ -17,19 +19,27 @@ from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
 _TIMEOUT_S = 3.0
 
 
-def status_table(settings: Settings) -> Table:
-    """One row per worker. Raises Unavailable when the directory can not be reached."""
+def status_report(settings: Settings) -> RenderableType:
+    """A row per worker, and a row per pair of workers that exchange blocks or refuse to. Raises Unavailable when the
+    directory can not be reached.
+    """
     return asyncio.run(_collect(settings))
 
 
-async def _collect(settings: Settings) -> Table:
+async def _collect(settings: Settings) -> RenderableType:
     directory = RedisDirectory(settings.directory)
     try:
         records = sorted(await directory.workers(), key=lambda record: record.worker_id)
     finally:
         await directory.close()
     answers = await asyncio.gather(*(_ask(record, settings) for record in records))
-    title = f"cluster {settings.directory.cluster!r}: {len(records)} workers"
+    return Group(_workers(settings.directory.cluster, records, answers), _links(answers))
+
+
+def _workers(
+    cluster: str, records: list[WorkerRecord], answers: list[worker_pb2.StatusResponse | None]
+) -> Table:
+    title = f"cluster {cluster!r}: {len(records)} workers"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for column in (
         "worker",
@@ -41,11 +51,25 @@ async def _collect(settings: Settings) -> Table:
         "KV used",
         "cached",
         "held",
+        "quarantined",
         "address",
+        "metrics",
     ):
         table.add_column(column, no_wrap=column in ("worker", "role", "state"))
     for record, answer in zip(records, answers, strict=True):
         table.add_row(*_row(record, answer))
+    return table
+
+
+def _links(answers: list[worker_pb2.StatusResponse | None]) -> Table:
+    table = Table(title="exchange of KV blocks", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("reader", "owner", "state", "measured"):
+        table.add_column(column)
+    for answer in answers:
+        for peer in answer.peers if answer is not None else ():
+            measured = f"{peer.bytes_per_s / 1e9:.2f} GB/s" if peer.bytes_per_s else "-"
+            state = f"[red]{escape(peer.refusal)}[/]" if peer.refusal else "connected"
+            table.add_row(answer.worker_id, peer.worker_id, state, measured)
     return table
 
 
@@ -66,8 +90,9 @@ def _row(record: WorkerRecord, answer: worker_pb2.StatusResponse | None) -> list
             record.role,
             "[red]no answer[/]",
             record.model_name,
-            *["-"] * 5,
+            *["-"] * 6,
             record.address,
+            "-",
         ]
     blocks = answer.blocks
     state = "draining" if answer.draining else "serving"
@@ -84,5 +109,7 @@ def _row(record: WorkerRecord, answer: worker_pb2.StatusResponse | None) -> list
         f"{used}/{blocks.total} ({100 * used / max(1, blocks.total):.0f} %)",
         str(blocks.cached),
         str(blocks.held),
+        str(blocks.quarantined),
         record.address,
+        answer.metrics_address,
     ]

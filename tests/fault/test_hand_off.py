@@ -175,6 +175,23 @@ async def test_ab04_blocks_under_a_read_are_not_reused(settings_with, reference)
         assert second.token_ids == expected
 
 
+async def test_ab04_a_transfer_that_never_ends_is_torn_down_before_its_blocks_are_reused(
+    settings_with, reference
+):
+    other = PROMPT[::-1]
+    expected = await reference(other)
+    settings = settings_with(engine={"num_blocks": 40}, kv={"lease_ttl_s": 1.0})
+    async with workers(settings, P, D) as [p, d], session_with(d) as session:
+        d.faults.stall = True
+        first = await session.start(PROMPT, prefill=[p], request_id="first")
+        async with asyncio.timeout(10):
+            await first.started.wait()
+        await session.abort("first")
+        second = await session.answer(other, request_id="second")
+        assert second.token_ids == expected  # though the READ of the first still stalls
+        d.faults.stall = False
+
+
 async def test_ab03_a_cancel_between_prefill_and_pull_releases_the_hold(settings):
     async with workers(settings, P, D) as [p, d], session_with(d) as session:
         d.faults.stall = True
