@@ -253,7 +253,9 @@ class Engine:
             self._scheduler.end(sequence)
             return
         branches = [sequence, *sequence.split()]
-        going_on = [branch for branch, token in zip(branches, drawn, strict=True) if self._append(branch, token)]
+        going_on = [
+            branch for branch, token in zip(branches, drawn, strict=True) if self._append(branch, token)
+        ]
         self._branch(sequence, going_on)
 
     def _branch(self, first: Sequence, going_on: list[Sequence]) -> None:
