@@ -4,9 +4,9 @@
              │        └ failed: the next one ─ … ─┐
              └─▶ prefilled here ◀─────────────────┘ ─▶ decoding ─▶ ended
 
-Every token of every choice is delivered once, whichever attempt produced it: a later one starts from prompt plus what
-was delivered. Choices that have their first tokens differ, and so can not share one more hand-off: when that fails then,
-each that is not over goes on here by itself, and finds the prompt in the prefix cache behind the first that computes it.
+Every token of every choice is delivered once, whichever attempt produced it: a later one starts from prompt plus
+what was delivered. Choices that have first tokens differ, and so can not share one more hand-off: when it fails then,
+each that is not over goes on here by itself, and finds in the prefix cache what another has computed of the prompt.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Request:
                 if self._has_split:
                     break
                 try:
-                    return await self._through(ref)
+                    await self._through(ref)
+                    return
                 except _AttemptFailed as failure:
                     self._num_failed_attempts += 1
                     log.warning(

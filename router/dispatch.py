@@ -207,7 +207,7 @@ def _push(text: IncrementalDetokenizer, token_ids: list[int]) -> tuple[list[int]
 
 
 async def _aborted(session: WorkerSession, stream: AnswerStream) -> worker_pb2.SequenceEnd:
-    """The answers are whole before the worker said that it is done: stop it, and take its report with its last delta."""
+    """The answers are whole before the worker said so: stop it, and take its report with its last delta."""
     session.abort(stream.request_id)
     delta = Delta()
     try:
