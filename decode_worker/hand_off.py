@@ -1,7 +1,7 @@
 """One attempt to get a prompt's KV from a prefill worker.
 
     ask ─▶ started ─▶ reserve own blocks ─▶ pull what is announced, while later chunks compute ─▶ complete
-                                                    first token: told to the caller the moment it comes
+                                                    first tokens: told to the caller the moment they come
 
 Three things run side by side: following the stream, pulling into reserved blocks, renewing the lease. The first that
 fails ends the attempt. Whatever happens, no block goes back to the pool while a READ may still write into it, and the
@@ -71,11 +71,16 @@ class HandOff:
         self._lease_held = asyncio.Event()
         self._asked = False
 
-    async def run(self, on_first_token: Callable[[kv_pb2.FirstToken], bool]) -> int | None:
-        """Bring the KV here and let the sequence join the decode batch.
+    async def run(
+        self,
+        on_first_token: Callable[[kv_pb2.FirstToken], None],
+        going_on: Callable[[], dict[int, int]],
+    ) -> None:
+        """Bring the KV here and let the choices that go on join the decode batch.
 
-        `on_first_token(token)` is called as soon as the token arrives and returns whether the answer goes on. Returns
-        the first token, or None when it ended the answer (then nothing was adopted). Raises HeadraceError.
+        `on_first_token(token)` is called as soon as the token of a choice arrives. `going_on()` gives the first tokens
+        of the choices that they did not end; once all are here and none goes on, nothing is adopted. Raises
+        HeadraceError.
         """
         sequence = self._task.sequence
         peers = self._context.reads.peers
@@ -83,12 +88,12 @@ class HandOff:
         reads = LeasedReads(self._context.reads, peer, self._lease_id)
         adopted = False
         try:
-            first_token = await self._exchange(reads, on_first_token)
-            if first_token is not None:
+            await self._exchange(reads, on_first_token, going_on)
+            first_tokens = going_on()
+            if first_tokens:
                 reads.check_lease()
-                await self._context.engine.call(lambda engine: engine.adopt(sequence.id, first_token))
+                await self._context.engine.call(lambda engine: engine.adopt(sequence.id, first_tokens))
                 adopted = True
-            return first_token
         except WorkerGone:
             # The connection broke: tear the transport down too, so that READs under way come to an end.
             self._context.reads.start(peers.drop(peer.incarnation))
@@ -109,8 +114,11 @@ class HandOff:
         return True
 
     async def _exchange(
-        self, reads: LeasedReads, on_first_token: Callable[[kv_pb2.FirstToken], bool]
-    ) -> int | None:
+        self,
+        reads: LeasedReads,
+        on_first_token: Callable[[kv_pb2.FirstToken], None],
+        going_on: Callable[[], dict[int, int]],
+    ) -> None:
         """Run the stream, the pull and the renewals; the stream decides how it ends."""
         pull = asyncio.create_task(self._pull(reads), name="pull")
         renew = asyncio.create_task(self._renew(reads), name="renew")
@@ -121,21 +129,19 @@ class HandOff:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()  # raises what ended the attempt
-                if follow.done() and follow.result() is None:
-                    return None
+                if follow.done() and not going_on():
+                    return
                 tasks -= done
-            return follow.result()
         finally:
             for task in (pull, renew, follow):
                 task.cancel()
             await asyncio.gather(pull, renew, follow, return_exceptions=True)
 
-    async def _follow(
-        self, reads: LeasedReads, on_first_token: Callable[[kv_pb2.FirstToken], bool]
-    ) -> int | None:
-        """Read the prefill worker's stream to its first token."""
+    async def _follow(self, reads: LeasedReads, on_first_token: Callable[[kv_pb2.FirstToken], None]) -> None:
+        """Read the prefill worker's stream to the first token of each choice."""
         peer = reads.peer
         self._asked = True
+        num_missing = len(self._task.sequence.choices)
         call = peer.stub.Prefill(self._request(reads), timeout=self._task.deadline.remaining_s())
         try:
             with errors_of(peer.worker_id):
@@ -147,8 +153,10 @@ class HandOff:
                     elif kind == "blocks_ready":
                         self._note(event.blocks_ready)
                     elif kind == "first_token":
-                        token = event.first_token
-                        return token.token_id if on_first_token(token) else None
+                        on_first_token(event.first_token)
+                        num_missing -= 1
+                        if not num_missing:
+                            return
         except HeadraceError:
             self._context.reads.metrics.failures.labels(Failure.REFUSED).inc()
             raise

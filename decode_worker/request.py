@@ -4,12 +4,16 @@
              │        └ failed: the next one ─ … ─┐
              └─▶ prefilled here ◀─────────────────┘ ─▶ decoding ─▶ ended
 
-Every token is delivered once, whichever attempt produced it: a later one starts from prompt plus what was delivered.
+Every token of every choice is delivered once, whichever attempt produced it: a later one starts from prompt plus
+what was delivered. Choices that have first tokens differ, and so can not share one more hand-off: when it fails then,
+each that is not over goes on here by itself, and finds in the prefix cache what another has computed of the prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from contextlib import ExitStack
 
 import structlog
 
@@ -18,7 +22,7 @@ from decode_worker.session import End, HandOffReport, Session
 from headrace.block_hash import extend
 from headrace.clock import Deadline
 from headrace.engine.sequence import Event, Failed, NewToken, Sequence, Started, finish_reason
-from headrace.errors import Code, HeadraceError
+from headrace.errors import Code, HeadraceError, InvalidRequest
 from headrace.rpc.convert import logprobs_to_proto, sampling_from_proto
 from headrace.rpc.v1 import inference_pb2, kv_pb2, worker_pb2
 from headrace.sampling_params import FinishReason
@@ -33,20 +37,25 @@ class Request:
         self._context = context
         self._start = start
         self._session = session
-        self._token_ids = [*start.token_ids, *start.delivered_token_ids]
+        self._num_choices = start.sampling.n
+        self._outputs: defaultdict[int, list[int]] = defaultdict(list)  # delivered, by choice
+        self._outputs[0] += start.delivered_token_ids
+        self._over: set[int] = set()  # choices
+        self._sequence_ids: list[str] = []  # of the attempt under way
         self._root = context.root_digest(start.cache_salt)
         self._deadline = Deadline.after(start.timeout_s, context.reads.clock)
         self._report = HandOffReport()
         self._num_failed_attempts = 0
-        self._finished: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Deliver the answer to the session, and its end whatever happens."""
+        """Deliver the answers to the session, and the request's end whatever happens."""
         end = End(error_code=Code.INTERNAL, error_message="unexpected error, see the worker's log")
         try:
             async with asyncio.timeout(self._start.timeout_s):
                 self._sampling = sampling_from_proto(self._start.sampling)
-                end = End(finish_reason=await self._answer())
+                await self._answer()
+                end = End()
         except TimeoutError:
             end = End(error_code=Code.DEADLINE_EXCEEDED, error_message="the request's deadline passed")
         except asyncio.CancelledError:
@@ -60,14 +69,27 @@ class Request:
             self._session.add_end(self._start.request_id, end, self._report)
             self._session.flush()
 
-    async def _answer(self) -> FinishReason:
+    def abort_choice(self, choice: int) -> None:
+        """Stop one choice, without a finish reason; nothing for one that is unknown or over."""
+        if choice >= self._num_choices or choice in self._over:
+            return
+        for sequence_id in self._sequence_ids:
+            self._context.engine.post(lambda engine, owner=sequence_id: engine.abort(owner, choice))
+        self._end_choice(choice)
+
+    async def _answer(self) -> None:
+        if self._num_choices > 1 and self._start.delivered_token_ids:
+            raise InvalidRequest("n", self._num_choices, "must be 1 to go on from delivered_token_ids")
         if (
             self._start.prefill_workers
             and await self._num_uncached_tokens() >= self._context.reads.kv.min_remote_tokens
         ):
             for ref in self._start.prefill_workers:
+                if self._has_split:
+                    break
                 try:
-                    return await self._through(ref)
+                    await self._through(ref)
+                    return
                 except _AttemptFailed as failure:
                     self._num_failed_attempts += 1
                     log.warning(
@@ -76,11 +98,11 @@ class Request:
                         prefill_worker=ref.worker_id,
                         error=str(failure.cause),
                     )
-        return await self._locally()
+        await self._locally()
 
-    async def _through(self, ref: worker_pb2.PeerRef) -> FinishReason:
+    async def _through(self, ref: worker_pb2.PeerRef) -> None:
         """Answer with the prompt computed by `ref`. Raises _AttemptFailed when something else is worth trying."""
-        sequence = self._sequence()
+        [sequence] = self._new_sequences()
         task = PrefillTask(sequence, self._start.cache_salt, self._deadline, list(self._start.sources))
         hand_off = HandOff(self._context, ref, task)
 
@@ -90,77 +112,121 @@ class Request:
 
         with self._context.engine.subscribed(sequence.id, on_event):
             try:
-                await hand_off.run(self._on_first_token)
+                await hand_off.run(self._on_first_token, self._going_on)
             except HeadraceError as error:
                 if is_worth_retrying(error):
                     raise _AttemptFailed(error) from None
                 raise
             self._report = hand_off.report
-            return await self._until_finished(sequence)
+            await self._until_finished()
 
-    async def _locally(self) -> FinishReason:
-        sequence = self._sequence()
+    async def _locally(self) -> None:
+        sequences = self._new_sequences()
         if not self._num_failed_attempts:  # what named the sources may be what failed
-            hashes = extend(self._root, self._token_ids, self._context.block_size_tokens)
-            fetched = await self._context.fetcher.fetch(
-                self._start.sources, self._root, hashes, self._deadline
-            )
-            self._report.blocks_moved, self._report.bytes_moved = fetched.num_blocks, fetched.bytes
-            self._report.transfer_s = fetched.seconds
-        with self._context.engine.subscribed(sequence.id, self._on_event):
-            await self._context.engine.submit(sequence)
-            return await self._until_finished(sequence)
+            await self._fetch_prefix()
+        with ExitStack() as subscriptions:
+            for sequence in sequences:
+                subscriptions.enter_context(self._context.engine.subscribed(sequence.id, self._on_event))
+            await self._until_finished(*sequences)
 
-    async def _until_finished(self, sequence: Sequence) -> FinishReason:
-        try:
-            return await self._finished
-        finally:
-            self._context.engine.post(
-                lambda engine: engine.abort(sequence.id)
-            )  # nothing, when it has finished
-
-    def _sequence(self) -> Sequence:
-        """A new attempt, from all tokens known so far."""
-        return Sequence(
-            id=f"{self._start.request_id}/{self._num_failed_attempts}",
-            token_ids=list(self._token_ids),
-            num_prompt_tokens=len(self._start.token_ids),
-            sampling=self._sampling,
-            root=self._root,
+    async def _fetch_prefix(self) -> None:
+        fetched = await self._context.fetcher.fetch(
+            self._start.sources, self._root, self._hashes(), self._deadline
         )
+        self._report.blocks_moved, self._report.bytes_moved = fetched.num_blocks, fetched.bytes
+        self._report.transfer_s = fetched.seconds
+
+    async def _until_finished(self, *to_submit: Sequence) -> None:
+        try:
+            for sequence in to_submit:
+                await self._context.engine.submit(sequence)
+            await self._finished
+        finally:
+            for sequence_id in self._sequence_ids:
+                self._context.engine.post(lambda engine, owner=sequence_id: engine.abort(owner))
+
+    @property
+    def _has_split(self) -> bool:
+        """Whether some of several choices have tokens, so that one sequence can not stand for all."""
+        return self._num_choices > 1 and any(self._outputs.values())
+
+    def _new_sequences(self) -> list[Sequence]:
+        """A new attempt, from all tokens known so far: one sequence for all choices, or one for each that goes on."""
+        groups = [range(self._num_choices)]
+        if self._has_split:
+            groups = [range(c, c + 1) for c in groups[0] if c not in self._over]
+        sequences = [
+            Sequence(
+                id=f"{self._start.request_id}/{self._num_failed_attempts}/{choices.start}",
+                token_ids=[*self._start.token_ids, *self._outputs[choices.start]],
+                num_prompt_tokens=len(self._start.token_ids),
+                sampling=self._sampling,
+                root=self._root,
+                choices=choices,
+            )
+            for choices in groups
+        ]
+        self._sequence_ids = [sequence.id for sequence in sequences]
+        return sequences
 
     async def _num_uncached_tokens(self) -> int:
-        block_size = self._context.block_size_tokens
-        hashes = extend(self._root, self._token_ids, block_size)
+        hashes = self._hashes()
         num_blocks = await self._context.engine.call(lambda engine: engine.num_cached_blocks(hashes))
-        return len(self._token_ids) - num_blocks * block_size
+        num_known = len(self._start.token_ids) + len(self._start.delivered_token_ids)
+        return num_known - num_blocks * self._context.block_size_tokens
 
-    def _on_first_token(self, token: kv_pb2.FirstToken) -> bool:
+    def _hashes(self) -> list[bytes]:
+        """Of the full blocks of what the request came with."""
+        token_ids = [*self._start.token_ids, *self._start.delivered_token_ids]
+        return extend(self._root, token_ids, self._context.block_size_tokens)
+
+    def _on_first_token(self, token: kv_pb2.FirstToken) -> None:
         """The prefill worker's token, outside any step of our engine: sent on at once."""
-        reason = self._deliver(token.token_id, token.logprobs if token.HasField("logprobs") else None)
+        num_output = len(self._outputs[token.choice]) + 1
+        reason = finish_reason(self._sampling, token.token_id, num_output, self._context.eos_token_ids)
+        logprobs = token.logprobs if token.HasField("logprobs") else None
+        self._deliver(token.choice, token.token_id, logprobs, reason)
         self._session.flush()
-        if reason is not None:
-            self._finished.set_result(reason)
-        return reason is None
+
+    def _going_on(self) -> dict[int, int]:
+        """The last token of each choice that is not over, by choice."""
+        return {
+            choice: output[-1]
+            for choice, output in self._outputs.items()
+            if output and choice not in self._over
+        }
 
     def _on_event(self, event: Event) -> None:
         match event:
             case NewToken():
-                self._deliver(event.token_id, event.logprobs and logprobs_to_proto(event.logprobs))
-                if event.finish_reason is not None:
-                    self._finished.set_result(event.finish_reason)
-            case Started():
+                logprobs = event.logprobs and logprobs_to_proto(event.logprobs)
+                self._deliver(event.choice, event.token_id, logprobs, event.finish_reason)
+            case Started() if event.sequence_id == self._sequence_ids[0]:
                 self._report.cached_tokens = event.num_cached_tokens
             case Failed() if not self._finished.done():
                 self._finished.set_exception(event.error)
             case _:
                 pass
 
-    def _deliver(self, token_id: int, logprobs: inference_pb2.TokenLogprobs | None) -> FinishReason | None:
-        self._token_ids.append(token_id)
-        self._session.add_token(self._start.request_id, token_id, logprobs)
-        num_output = len(self._token_ids) - len(self._start.token_ids)
-        return finish_reason(self._sampling, token_id, num_output, self._context.eos_token_ids)
+    def _deliver(
+        self,
+        choice: int,
+        token_id: int,
+        logprobs: inference_pb2.TokenLogprobs | None,
+        reason: FinishReason | None,
+    ) -> None:
+        if choice in self._over:
+            return  # aborted while the step ran
+        self._outputs[choice].append(token_id)
+        self._session.add_token(self._start.request_id, choice, token_id, logprobs)
+        if reason is not None:
+            self._session.add_choice_end(self._start.request_id, choice, reason)
+            self._end_choice(choice)
+
+    def _end_choice(self, choice: int) -> None:
+        self._over.add(choice)
+        if len(self._over) == self._num_choices and not self._finished.done():
+            self._finished.set_result(None)
 
 
 class _AttemptFailed(Exception):  # control flow within this module

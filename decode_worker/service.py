@@ -22,13 +22,13 @@ class DecodeWorker:
     def __init__(self, context: DecodeContext) -> None:
         self._context = context
         self._sessions: set[Session] = set()
-        self._tasks: dict[tuple[Session, str], asyncio.Task[None]] = {}
+        self._running: dict[tuple[Session, str], tuple[Request, asyncio.Task[None]]] = {}
         self._draining = False
         context.engine.after_step(self._flush)
 
     @property
     def num_requests(self) -> int:
-        return len(self._tasks)
+        return len(self._running)
 
     def drain(self) -> None:
         """Take no new requests; those under way go on."""
@@ -49,7 +49,7 @@ class DecodeWorker:
         finally:
             listener.cancel()
             self._sessions.discard(session)
-            for (owner, _), task in list(self._tasks.items()):
+            for (owner, _), (_, task) in list(self._running.items()):
                 if owner is session:
                     task.cancel()
 
@@ -58,16 +58,14 @@ class DecodeWorker:
             if message.WhichOneof("action") == "start":
                 self._begin(session, message.start)
             else:
-                task = self._tasks.get((session, message.abort.request_id))
-                if task is not None:
-                    task.cancel()
+                self._abort(session, message.abort)
 
     def _begin(self, session: Session, start: worker_pb2.StartRequest) -> None:
         key = (session, start.request_id)
         refusal = None
         if self._draining:
             refusal = End(error_code=Code.UNAVAILABLE, error_message="the worker is draining")
-        elif key in self._tasks:
+        elif key in self._running:
             refusal = End(
                 error_code=Code.ALREADY_EXISTS, error_message=f"request {start.request_id} is running"
             )
@@ -75,11 +73,21 @@ class DecodeWorker:
             session.add_end(start.request_id, refusal, HandOffReport())
             session.flush()
             return
-        task = asyncio.create_task(
-            Request(self._context, start, session).run(), name=f"request {start.request_id}"
-        )
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        request = Request(self._context, start, session)
+        task = asyncio.create_task(request.run(), name=f"request {start.request_id}")
+        self._running[key] = request, task
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    def _abort(self, session: Session, abort: worker_pb2.AbortRequest) -> None:
+        """Nothing for a request or choice that is unknown or over."""
+        running = self._running.get((session, abort.request_id))
+        if running is None:
+            return
+        request, task = running
+        if abort.HasField("choice"):
+            request.abort_choice(abort.choice)
+        else:
+            task.cancel()
 
     def _flush(self) -> None:
         for session in self._sessions:

@@ -1,6 +1,6 @@
-"""One router's session: the deltas of all its sequences, one frame per engine step.
+"""One router's session: the deltas of all its requests and their choices, one frame per engine step.
 
-A router that reads slowly gets fewer, fuller frames: what is pending merges per sequence, so memory is bounded by the
+A router that reads slowly gets fewer, fuller frames: what is pending merges per choice, so memory is bounded by the
 answers' own lengths.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from headrace.rpc.v1 import inference_pb2, worker_pb2
+from headrace.sampling_params import FinishReason
 
 
 @dataclass(slots=True)
@@ -27,7 +28,8 @@ class HandOffReport:
 
 @dataclass(slots=True)
 class End:
-    finish_reason: str = ""
+    """No error: all choices came to their ends."""
+
     error_code: str = ""
     error_message: str = ""
 
@@ -36,7 +38,34 @@ class End:
 class _Delta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+@dataclass(slots=True)
+class _News:
+    """Of one request."""
+
+    choices: dict[int, _Delta] = field(default_factory=dict)
     end: worker_pb2.SequenceEnd | None = None
+
+    def of(self, choice: int) -> _Delta:
+        return self.choices.setdefault(choice, _Delta())
+
+    def messages(self, request_id: str) -> list[worker_pb2.SequenceDelta]:
+        """At least one; the end is in the last."""
+        deltas = [
+            worker_pb2.SequenceDelta(
+                request_id=request_id,
+                token_ids=delta.token_ids,
+                logprobs=delta.logprobs,
+                choice=choice,
+                finish_reason=delta.finish_reason,
+            )
+            for choice, delta in self.choices.items()
+        ] or [worker_pb2.SequenceDelta(request_id=request_id)]
+        if self.end is not None:
+            deltas[-1].end.CopyFrom(self.end)
+        return deltas
 
 
 class Session:
@@ -45,18 +74,22 @@ class Session:
     def __init__(self, incarnation: str, transport: str) -> None:
         self._incarnation = incarnation
         self._transport = transport
-        self._pending: dict[str, _Delta] = {}
+        self._pending: dict[str, _News] = {}
         self._ready = asyncio.Event()
 
-    def add_token(self, request_id: str, token_id: int, logprobs: inference_pb2.TokenLogprobs | None) -> None:
-        delta = self._delta(request_id)
+    def add_token(
+        self, request_id: str, choice: int, token_id: int, logprobs: inference_pb2.TokenLogprobs | None
+    ) -> None:
+        delta = self._news(request_id).of(choice)
         delta.token_ids.append(token_id)
         if logprobs is not None:
             delta.logprobs.append(logprobs)
 
+    def add_choice_end(self, request_id: str, choice: int, reason: FinishReason) -> None:
+        self._news(request_id).of(choice).finish_reason = reason
+
     def add_end(self, request_id: str, end: End, report: HandOffReport) -> None:
-        self._delta(request_id).end = worker_pb2.SequenceEnd(
-            finish_reason=end.finish_reason,
+        self._news(request_id).end = worker_pb2.SequenceEnd(
             error_code=end.error_code,
             error_message=end.error_message,
             cached_tokens=report.cached_tokens,
@@ -82,15 +115,9 @@ class Session:
             yield worker_pb2.StepFrame(
                 incarnation=self._incarnation,
                 deltas=[
-                    worker_pb2.SequenceDelta(
-                        request_id=request_id,
-                        token_ids=delta.token_ids,
-                        end=delta.end,
-                        logprobs=delta.logprobs,
-                    )
-                    for request_id, delta in pending.items()
+                    message for request_id, news in pending.items() for message in news.messages(request_id)
                 ],
             )
 
-    def _delta(self, request_id: str) -> _Delta:
-        return self._pending.setdefault(request_id, _Delta())
+    def _news(self, request_id: str) -> _News:
+        return self._pending.setdefault(request_id, _News())

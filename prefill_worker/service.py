@@ -1,6 +1,6 @@
 """KvExchange: what a worker does for its readers.
 
-handshake ─▶ Prefill ─▶ started ─▶ blocks ready … ─▶ first token ─▶ (reads go on) ─▶ Release
+handshake ─▶ Prefill ─▶ started ─▶ blocks ready … ─▶ first token of each choice ─▶ (reads go on) ─▶ Release
                 └ stream ends early: the computation stops; the hold waits for Release or expiry
 """
 
@@ -88,7 +88,10 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             await self._fetcher.fetch(request.sources, sequence.root, hashes, deadline)
             with self._engine.subscribed(sequence.id, events.put_nowait):
                 await self._engine.submit(sequence)
-                async for message in self._follow(events, deadline, with_checksums=request.checksum):
+                num_choices = len(sequence.choices)
+                async for message in self._follow(
+                    events, num_choices, deadline, with_checksums=request.checksum
+                ):
                     yield message
         finally:
             self._streams -= 1
@@ -183,10 +186,11 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         )
 
     async def _follow(
-        self, events: asyncio.Queue[Event], deadline: Deadline, *, with_checksums: bool
+        self, events: asyncio.Queue[Event], num_choices: int, deadline: Deadline, *, with_checksums: bool
     ) -> AsyncIterator[kv_pb2.PrefillEvent]:
-        """The sequence's events as messages, up to the first token."""
-        while True:
+        """The sequence's events as messages, up to the first token of each choice."""
+        num_missing = num_choices
+        while num_missing:
             try:
                 async with asyncio.timeout(deadline.remaining_s()):
                     event = await events.get()
@@ -202,9 +206,9 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
                     yield kv_pb2.PrefillEvent(blocks_ready=blocks)
                 case NewToken():
                     logprobs = event.logprobs and logprobs_to_proto(event.logprobs)
-                    token = kv_pb2.FirstToken(token_id=event.token_id, logprobs=logprobs)
+                    token = kv_pb2.FirstToken(token_id=event.token_id, logprobs=logprobs, choice=event.choice)
                     yield kv_pb2.PrefillEvent(first_token=token)
-                    return
+                    num_missing -= 1
                 case Failed():
                     raise event.error
                 case _:

@@ -66,6 +66,7 @@ class Router:
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes)
         service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)
+        self.tally = service.tally
         self._server = RpcServer(settings.rpc, [_SERVICE])
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc_server)
         self.address = await self._server.start()

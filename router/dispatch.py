@@ -1,6 +1,6 @@
 """One request through the fleet: snapshot, policy, session with the chosen decode worker, text out.
 
-The way of the text: token ids ─▶ bytes ─▶ whole characters ─▶ stop strings ─▶ update.
+The way of the text, for each choice: token ids ─▶ bytes ─▶ whole characters ─▶ stop strings ─▶ update.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 from headrace.block_hash import HashRoot, block_hashes
 from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
-from headrace.errors import Overloaded, Unavailable, WorkerGone
+from headrace.errors import HeadraceError, InternalError, Overloaded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
@@ -24,7 +24,7 @@ from headrace.tokenizer import IncrementalDetokenizer
 from router.ledger import Charge, Ledger
 from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView, sources
 from router.requests import GenerationRequest, ServedModel
-from router.sessions import AnswerStream, Delta, Sessions, WorkerSession
+from router.sessions import AnswerStream, ChoiceDelta, Delta, Sessions, WorkerSession
 
 log = structlog.get_logger()
 
@@ -34,8 +34,9 @@ _ABORT_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class Update:
-    """New text and tokens; the last one has `finish_reason` and `end`."""
+    """New text and tokens of one choice. Its last one has `finish_reason`; the last of all choices has `end`."""
 
+    choice: int
     text: str
     token_ids: list[int]
     logprobs: list[inference_pb2.TokenLogprobs]  # one for each token, where asked for
@@ -71,7 +72,7 @@ class Dispatcher:
         self._num_requests = 0
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncIterator[Update]:
-        """Updates until the answer ends. Raises HeadraceError. Closing the iterator cancels the request."""
+        """Updates until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
         if self.num_inflight >= self._max_inflight:
             raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
         self.num_inflight += 1
@@ -161,33 +162,47 @@ class Dispatcher:
         charge: Charge,
         progress: Progress,
     ) -> AsyncIterator[Update]:
-        text = IncrementalDetokenizer(self._model.tokenizer, request.sampling.stop_strings)
-        while True:
+        running = {
+            choice: IncrementalDetokenizer(self._model.tokenizer, request.sampling.stop_strings)
+            for choice in range(request.sampling.n)
+        }
+        while running:
             delta = await stream.next()
-            if delta.token_ids and not progress.first_token_at:
+            if delta.choices and not progress.first_token_at:
                 progress.first_token_at = time.monotonic()
                 charge.prefilled()
-            token_ids, piece = _push(text, delta.token_ids, stops=bool(request.sampling.stop_strings))
-            logprobs = delta.logprobs[: len(token_ids)]
-            progress.num_output_tokens += len(token_ids)
-            charge.generated(len(token_ids))
-            if text.stopped:
-                end = delta.end or await _aborted(session, stream)
-                progress.ended_at = time.monotonic()
-                yield Update(piece, token_ids, logprobs, FinishReason.STOP, end)
-                return
-            if delta.end is not None:
-                reason = FinishReason(delta.end.finish_reason)
-                progress.ended_at = time.monotonic()
-                yield Update(piece + text.finish(), token_ids, logprobs, reason, delta.end)
-                return
-            if token_ids:
-                yield Update(piece, token_ids, logprobs)
+            for choice, news in delta.choices.items():
+                if choice not in running:
+                    continue  # a stop string ended it, and the worker did not know yet
+                update = _update(choice, running[choice], news)
+                progress.num_output_tokens += len(update.token_ids)
+                charge.generated(len(update.token_ids))
+                if update.finish_reason is not None:
+                    del running[choice]
+                    if not running:
+                        update.end = delta.end or await _aborted(session, stream)
+                        progress.ended_at = time.monotonic()
+                    elif news.finish_reason is None:
+                        session.abort(request.id, choice)
+                yield update
+            if delta.end is not None and running:
+                raise InternalError(f"the worker ended the request, but not its choices {list(running)}")
 
 
-def _push(text: IncrementalDetokenizer, token_ids: list[int], *, stops: bool) -> tuple[list[int], str]:
+def _update(choice: int, text: IncrementalDetokenizer, news: ChoiceDelta) -> Update:
+    """What the news bring to the choice's text, and whether they end it."""
+    token_ids, piece = _push(text, news.token_ids)
+    reason = news.finish_reason
+    if text.stopped:
+        reason = FinishReason.STOP
+    elif reason is not None:
+        piece += text.finish()
+    return Update(choice, piece, token_ids, news.logprobs[: len(token_ids)], reason)
+
+
+def _push(text: IncrementalDetokenizer, token_ids: list[int]) -> tuple[list[int], str]:
     """Tokens up to the one that completed a stop string, and the text they released."""
-    if not stops:
+    if not text.can_stop:
         return token_ids, text.push(token_ids)
     pieces: list[str] = []
     for position, token_id in enumerate(token_ids, start=1):
@@ -198,15 +213,15 @@ def _push(text: IncrementalDetokenizer, token_ids: list[int], *, stops: bool) ->
 
 
 async def _aborted(session: WorkerSession, stream: AnswerStream) -> worker_pb2.SequenceEnd:
-    """A stop string ended the answer: stop the worker, and take its report with its last delta."""
+    """The answers are whole before the worker said so: stop it, and take its report with its last delta."""
     session.abort(stream.request_id)
     delta = Delta()
     try:
         async with asyncio.timeout(_ABORT_TIMEOUT_S):
             while delta.end is None:
                 delta = await stream.take()
-    except (TimeoutError, WorkerGone):
-        return worker_pb2.SequenceEnd()  # the answer is whole without it
+    except (TimeoutError, HeadraceError):
+        return worker_pb2.SequenceEnd()  # the answers are whole without it
     return delta.end
 
 

@@ -14,6 +14,7 @@ from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.sampling_params import FinishReason
 from router.dispatch import Dispatcher, Progress, Update
 from router.requests import GenerationRequest, RequestParser, ServedModel
+from router.tally import Tally
 
 log = structlog.get_logger()
 
@@ -31,6 +32,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._parser = parser
         self._dispatcher = dispatcher
         self._default_timeout_s = default_timeout_s
+        self.tally = Tally()
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -46,6 +48,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             outcome = error.code
             raise
         finally:
+            self.tally.ended(
+                outcome,
+                prompt_tokens=len(parsed.token_ids),
+                output_tokens=progress.num_output_tokens,
+            )
             _log_end(parsed, progress, outcome)
 
     def _timeout_s(self, context: grpc.aio.ServicerContext[Any, Any]) -> float:
@@ -74,12 +81,17 @@ def _response(
     request: GenerationRequest, update: Update, progress: Progress
 ) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
-        request_id=request.label, text=update.text, token_ids=update.token_ids, logprobs=update.logprobs
+        request_id=request.label,
+        text=update.text,
+        token_ids=update.token_ids,
+        logprobs=update.logprobs,
+        choice=update.choice,
     )
-    if update.finish_reason is None or update.end is None:
+    if update.finish_reason is not None:
+        response.finish_reason = _REASONS[update.finish_reason]
+    if update.end is None:
         return response
     end = update.end
-    response.finish_reason = _REASONS[update.finish_reason]
     response.usage.prompt_tokens = len(request.token_ids)
     response.usage.completion_tokens = progress.num_output_tokens
     response.usage.cached_tokens = end.cached_tokens

@@ -14,6 +14,7 @@ from headrace.errors import Code, HeadraceError, PeerError, WorkerGone
 from headrace.rpc.channel import open_channel
 from headrace.rpc.status import from_rpc_error
 from headrace.rpc.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from headrace.sampling_params import FinishReason
 
 log = structlog.get_logger()
 
@@ -21,11 +22,19 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
-class Delta:
-    """What came for one request since it was last asked for. The last one has `end`."""
+class ChoiceDelta:
+    """Of one choice. The last one has `finish_reason`."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Delta:
+    """What came for one request since it was last asked for, by choice. The last one has `end`."""
+
+    choices: dict[int, ChoiceDelta] = field(default_factory=dict)
     end: worker_pb2.SequenceEnd | None = None
 
 
@@ -40,8 +49,12 @@ class AnswerStream:
         self._ready = asyncio.Event()
 
     def push(self, message: worker_pb2.SequenceDelta) -> None:
-        self._delta.token_ids.extend(message.token_ids)
-        self._delta.logprobs.extend(message.logprobs)
+        if message.token_ids or message.finish_reason:
+            news = self._delta.choices.setdefault(message.choice, ChoiceDelta())
+            news.token_ids.extend(message.token_ids)
+            news.logprobs.extend(message.logprobs)
+            if message.finish_reason:
+                news.finish_reason = FinishReason(message.finish_reason)
         if message.HasField("end"):
             self._delta.end = message.end
             self.ended = True
@@ -58,16 +71,16 @@ class AnswerStream:
         delta, self._delta = self._delta, Delta()
         if self._error is None:
             self._ready.clear()
-        elif not (delta.token_ids or delta.end):
+        elif not (delta.choices or delta.end):
             raise self._error
         return delta
 
     async def next(self) -> Delta:
-        """As `take`, but a sequence that failed raises its error, after all its tokens were given out."""
+        """As `take`, but a request that failed raises its error, after all its tokens were given out."""
         delta = await self.take()
         if delta.end is not None and delta.end.error_code:
             error = PeerError(Code(delta.end.error_code), delta.end.error_message)
-            if not delta.token_ids:
+            if not delta.choices:
                 raise error
             self.fail(error)
             delta.end = None
@@ -128,12 +141,11 @@ class WorkerSession:
         self._outgoing.put_nowait(worker_pb2.SessionRequest(start=start))
         return stream
 
-    def abort(self, request_id: str) -> None:
-        """Tell the worker to stop. The stream still gets the sequence's end."""
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Tell the worker to stop, or to stop that choice only. The stream still gets the request's end."""
         if not self.lost:
-            self._outgoing.put_nowait(
-                worker_pb2.SessionRequest(abort=worker_pb2.AbortRequest(request_id=request_id))
-            )
+            abort = worker_pb2.AbortRequest(request_id=request_id, choice=choice)
+            self._outgoing.put_nowait(worker_pb2.SessionRequest(abort=abort))
 
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)

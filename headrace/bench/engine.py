@@ -260,7 +260,7 @@ class Subject:
             self._engine.reserve(sequence)
         self._engine.step()
         for sequence in sequences:
-            self._engine.adopt(sequence.id, sequence.token_ids[0])
+            self._engine.adopt(sequence.id, {0: sequence.token_ids[0]})
         self._decoding = [sequence.id for sequence in sequences]
         self._run_decode(case.batch, _WARM_UP_STEPS)
 

@@ -66,7 +66,9 @@ def _links(answers: list[worker_pb2.StatusResponse | None]) -> Table:
     for column in ("reader", "owner", "state", "measured"):
         table.add_column(column)
     for answer in answers:
-        for peer in answer.peers if answer is not None else ():
+        if answer is None:
+            continue
+        for peer in answer.peers:
             measured = f"{peer.bytes_per_s / 1e9:.2f} GB/s" if peer.bytes_per_s else "-"
             state = f"[red]{escape(peer.refusal)}[/]" if peer.refusal else "connected"
             table.add_row(answer.worker_id, peer.worker_id, state, measured)

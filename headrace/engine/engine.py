@@ -3,7 +3,7 @@
     submit ─▶ waiting ─▶ running ─▶ NewToken … NewToken(finish_reason)
     submit, with hold_ttl_s ─▶ running ─▶ BlocksReady …, NewToken; the blocks stay held until release_hold or expiry
     submit, with several choices ─▶ one prompt ─▶ NewToken of each choice … NewToken(finish_reason) of each choice
-    reserve ─▶ waiting ─▶ Reserved ─▶ (blocks are filled from outside) ─▶ adopt ─▶ NewToken …
+    reserve ─▶ waiting ─▶ Reserved ─▶ (blocks are filled from outside) ─▶ adopt ─▶ NewToken … of each choice
                               └ abort ─▶ quarantine ─▶ settle
 
 One thread owns the engine and calls everything here, `load` excepted; nothing is locked. A step is three verbs:
@@ -117,23 +117,33 @@ class Engine:
     def reserve(self, sequence: Sequence) -> None:
         """Queue a sequence whose KV comes from outside: it gets blocks for all its tokens. Raises as `submit`."""
         assert sequence.hold_ttl_s is None
-        assert len(sequence.choices) == 1
         sequence.from_outside = True
         self._scheduler.add(sequence, self.clock.now())
 
-    def adopt(self, sequence_id: str, token_id: int) -> None:
-        """The KV of a reserved sequence is here, and `token_id` follows it. Raises NotFound if it is not reserved."""
+    def adopt(self, sequence_id: str, first_tokens: Mapping[int, int]) -> None:
+        """The KV of a reserved sequence is here, and `first_tokens` follow it, by choice. Choices that are not among
+        them are over. Raises NotFound if the sequence is not reserved.
+        """
         reserved = [s for s in self._scheduler.find(sequence_id) if s.state is State.RESERVED]
         if not reserved:
             raise NotFound(f"no reserved sequence {sequence_id}")
-        self._scheduler.adopt(reserved[0], token_id)
+        first = reserved[0]
+        assert first_tokens.keys() <= set(first.choices)
+        self._scheduler.adopt(first)
+        branches = [first, *first.split()]
+        going_on = [branch for branch in branches if branch.choices[0] in first_tokens]
+        for branch in going_on:
+            branch.token_ids.append(first_tokens[branch.choices[0]])
+        self._branch(first, going_on)
 
-    def abort(self, sequence_id: str) -> None:
-        """Stop a sequence without a further event; nothing for an id that is unknown or over. Blocks announced under a
-        hold stay held, blocks that are being filled are quarantined until `settle(sequence_id)`.
+    def abort(self, sequence_id: str, choice: int | None = None) -> None:
+        """Stop a sequence, or that choice of it once it has split, without a further event; nothing for what is unknown
+        or over. Blocks announced under a hold stay held, blocks that are being filled are quarantined until
+        `settle(sequence_id)`.
         """
         for sequence in self._scheduler.find(sequence_id):
-            self._scheduler.end(sequence)
+            if choice is None or list(sequence.choices) == [choice]:
+                self._scheduler.end(sequence)
 
     def settle(self, owner: str) -> None:
         """Nobody outside can write into the aborted sequence's blocks any more. Nothing for an unknown owner."""
@@ -354,16 +364,22 @@ class Engine:
                 self._emit(sequence.id, choice, token, reason)
             self._scheduler.end(sequence)
             return
-        others = sequence.split()
-        goes_on = [self._append(*pair) for pair in zip([sequence, *others], drawn, strict=True)]
+        branches = [sequence, *sequence.split()]
+        going_on = [
+            branch for branch, token in zip(branches, drawn, strict=True) if self._append(branch, token)
+        ]
+        self._branch(sequence, going_on)
+
+    def _branch(self, first: Sequence, going_on: list[Sequence]) -> None:
+        """The choices that were split off `first` share its blocks, from their first tokens on."""
         copies: list[tuple[int, int]] = []
-        for other, other_goes_on in zip(others, goes_on[1:], strict=True):
-            if other_goes_on:
-                copies += self._scheduler.join(other, sequence)
+        for sequence in going_on:
+            if sequence is not first:
+                copies += self._scheduler.join(sequence, first)
         if copies:
             self._runner.copy_blocks(copies)
-        if not goes_on[0]:
-            self._scheduler.end(sequence)
+        if first not in going_on:
+            self._scheduler.end(first)
 
     def _append(self, sequence: Sequence, token: Drawn) -> bool:
         """Whether the sequence goes on after the token."""

@@ -187,14 +187,13 @@ class Scheduler:
         sequence.num_computed = chunk.start + chunk.num_tokens
         self._name_blocks(sequence, num_named)
 
-    def adopt(self, sequence: Sequence, token_id: int) -> None:
-        """A reserved sequence's blocks are filled: it decodes from `token_id` on."""
+    def adopt(self, sequence: Sequence) -> None:
+        """A reserved sequence's blocks are filled: it runs, once its next token is appended."""
         assert sequence.state is State.RESERVED
         num_cached = sequence.num_computed // self._pool.block_size_tokens
         self._pool.arrived(sequence.block_ids[num_cached:])
         sequence.num_computed = len(sequence.token_ids)
         self._name_blocks(sequence, num_cached)
-        sequence.token_ids.append(token_id)
         sequence.state = State.RUNNING
 
     def end(self, sequence: Sequence) -> None:

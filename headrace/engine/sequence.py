@@ -111,6 +111,7 @@ class Sequence:
             hashes=list(self.hashes),
             choices=range(choice, choice + 1),
             state=State.WAITING,
+            from_outside=False,  # what it lacks from here on is computed here
             block_ids=[],
             num_computed=0,
         )

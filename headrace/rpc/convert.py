@@ -12,7 +12,7 @@ from headrace.sampling_params import SamplingParams, TokenLogprobs
 
 # Fields that have one name and one form in SamplingParams and in both messages.
 NUMBERS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens"),
+    *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens", "n"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 LISTS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids")

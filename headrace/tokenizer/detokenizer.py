@@ -34,6 +34,11 @@ class IncrementalDetokenizer:
         self._strip_space = tokenizer.strips_leading_space
         self.stopped = False
 
+    @property
+    def can_stop(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._stop_strings)
+
     def push(self, token_ids: Sequence[int]) -> str:
         """New text that is certain to belong to the answer. Empty once `stopped`."""
         if self.stopped:

@@ -101,7 +101,7 @@ async def test_kv01_an_exception_in_the_prefill_workers_forward_pass(settings, s
         runner, engine._runner = engine._runner, _Broken()
         answer = await session.answer(PROMPT, prefill=[p])
         assert answer.end.failed_attempts == 1
-        assert answer.end.finish_reason == "length"
+        assert answer.finish_reasons == {0: "length"}
         own = d.process._core
         own_runner, own._runner = own._runner, _Broken()
         other = await session.answer(PROMPT[::-1], prefill=[p], request_id="other")
@@ -146,7 +146,7 @@ async def test_kv07_one_stalled_link_delays_nobody_else(settings_with):
         assert not stalled.ended.is_set() or stalled.end.failed_attempts == 1
         async with asyncio.timeout(20):
             await stalled.ended.wait()
-        assert stalled.end.finish_reason == "length"
+        assert stalled.finish_reasons == {0: "length"}
         d.faults.stall_peers.clear()
 
 

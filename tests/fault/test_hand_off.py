@@ -89,7 +89,7 @@ async def test_kv09_the_first_token_ends_it(settings, reference):
         for options, reason in (({"max_tokens": 1}, "length"), ({"stop_token_ids": (first,)}, "stop")):
             answer = await session.answer(PROMPT, prefill=[p], **options)
             assert answer.token_ids == [first]
-            assert answer.end.finish_reason == reason
+            assert answer.finish_reasons == {0: reason}
         assert (await d.status()).output_tokens == 0
 
 

@@ -254,7 +254,7 @@ class _Owner:
             lease_ttl_s=ttl_s,
         )
         request.reader.incarnation = self.reader
-        request.sampling.max_tokens = 1
+        request.sampling.max_tokens = request.sampling.n = 1
         request.sampling.top_p = request.sampling.repetition_penalty = 1.0
         blocks = {}
         async for event in self.stub.Prefill(request, timeout=10):
@@ -334,5 +334,5 @@ async def test_kv05_the_peer_that_notices_first_names_the_field_to_the_other(set
     async with workers(settings, P) as [p], workers(other, D) as [d], session_with(d) as session:
         answer = await session.answer(PROMPT, prefill=[p])
         assert answer.end.failed_attempts == 1
-        assert answer.end.finish_reason == "length"
+        assert answer.finish_reasons == {0: "length"}
         assert "dtype" in next(peer.refusal for peer in (await d.status()).peers if peer.refusal)

@@ -75,7 +75,7 @@ async def test_kv04_workers_restart_at_the_same_address(settings, tmp_path):
                 stale = await session.answer(
                     [*PROMPT[2:], number], prefill=[_Stale(p, old)], request_id=f"s{number}"
                 )
-                assert stale.end.finish_reason == "length"
+                assert stale.finish_reasons == {0: "length"}
                 assert stale.end.failed_attempts == 1
                 answer = await session.answer([*PROMPT[3:], number], prefill=[p], request_id=f"a{number}")
                 assert answer.end.prefill_worker == p.worker_id
@@ -129,7 +129,7 @@ async def test_a_stopped_prefill_worker_costs_time_and_no_answer(settings, tmp_p
             await session.answer([*PROMPT[1:]], prefill=[p0], request_id="connects")
             p0.pause()
             answer = await session.answer([9, *PROMPT], prefill=[p0, p1], request_id="paused")
-            assert answer.end.finish_reason == "length"
+            assert answer.finish_reasons == {0: "length"}
             assert answer.end.prefill_worker == p1.worker_id
             p0.go_on()
             again = await session.answer([9, *PROMPT], prefill=[p1], request_id="again")

@@ -140,7 +140,7 @@ class World:
             self.engine.abort(seen.id)
             seen.is_over = seen.aborted = True
         else:
-            self.engine.adopt(seen.id, token)
+            self.engine.adopt(seen.id, {0: token})
             seen.adopted = True
 
     def abort(self, choices: Choices) -> None:

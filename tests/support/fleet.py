@@ -7,6 +7,7 @@ switched at each worker's own transport.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.request import urlopen
@@ -110,11 +111,16 @@ def _is_idle(status: worker_pb2.StatusResponse) -> bool:
 
 class Answer:
     def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.choices: defaultdict[int, list[int]] = defaultdict(list)  # token ids
+        self.logprobs: defaultdict[int, list[float]] = defaultdict(list)
+        self.finish_reasons: dict[int, str] = {}
         self.end = worker_pb2.SequenceEnd()
         self.started = asyncio.Event()  # the first token is here
         self.ended = asyncio.Event()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0]
 
 
 class RouterSession:
@@ -150,8 +156,8 @@ class RouterSession:
             await answer.ended.wait()
         return answer
 
-    async def abort(self, request_id="r") -> None:
-        abort = worker_pb2.AbortRequest(request_id=request_id)
+    async def abort(self, request_id="r", choice=None) -> None:
+        abort = worker_pb2.AbortRequest(request_id=request_id, choice=choice)
         await self._write(worker_pb2.SessionRequest(abort=abort))
 
     async def close(self) -> None:
@@ -167,10 +173,13 @@ class RouterSession:
         while (frame := await self._call.read()) is not grpc.aio.EOF:
             for delta in frame.deltas:
                 answer = self._answers[delta.request_id]
-                answer.token_ids.extend(delta.token_ids)
-                answer.logprobs.extend(entry.logprob for entry in delta.logprobs)
-                if answer.token_ids:
+                answer.choices[delta.choice].extend(delta.token_ids)
+                answer.logprobs[delta.choice].extend(entry.logprob for entry in delta.logprobs)
+                if delta.token_ids:
                     answer.started.set()
+                if delta.finish_reason:
+                    assert delta.choice not in answer.finish_reasons
+                    answer.finish_reasons[delta.choice] = delta.finish_reason
                 if delta.HasField("end"):
                     answer.end = delta.end
                     answer.ended.set()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\"\xcb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.headrace.v1.ChatH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.SamplingParamsB\x07\n\x05input\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe2\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.headrace.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0f \x03(\r\x12\x17\n\nmin_tokens\x18\x10 \x01(\x03H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x11 \x01(\x05H\x0b\x88\x01\x01\x12%\n\x07grammar\x18\x12 \x01(\x0b\x32\x14.headrace.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"\x88\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.headrace.v1.ChoicesH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x99\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.headrace.v1.Timings\x12&\n\x08hand_off\x18\x07 \x01(\x0b\x32\x14.headrace.v1.HandOff\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"]\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\"\xa3\x01\n\x07HandOff\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x14\n\x0c\x62locks_moved\x18\x03 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x04 \x01(\x04\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x17\n\x0f\x66\x61iled_attempts\x18\x07 \x01(\r\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"R\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\"\\\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.headrace.v1.ChatH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xee\x01\n\tInference\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\"\xcb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.headrace.v1.ChatH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.SamplingParamsB\x07\n\x05input\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf8\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x17\n\nignore_eos\x18\x08 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.headrace.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0f \x03(\r\x12\x17\n\nmin_tokens\x18\x10 \x01(\x03H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x11 \x01(\x05H\x0b\x88\x01\x01\x12%\n\x07grammar\x18\x12 \x01(\x0b\x32\x14.headrace.v1.Grammar\x12\x0e\n\x01n\x18\x13 \x01(\x05H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_n\"\x88\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.headrace.v1.ChoicesH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xa9\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.headrace.v1.Timings\x12&\n\x08hand_off\x18\x07 \x01(\x0b\x32\x14.headrace.v1.HandOff\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"]\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\"\xa3\x01\n\x07HandOff\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x14\n\x0c\x62locks_moved\x18\x03 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x04 \x01(\x04\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x17\n\x0f\x66\x61iled_attempts\x18\x07 \x01(\r\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"R\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\"\\\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.headrace.v1.ChatH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xee\x01\n\tInference\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2275
-  _globals['_FINISHREASON']._serialized_end=2370
+  _globals['_FINISHREASON']._serialized_start=2313
+  _globals['_FINISHREASON']._serialized_end=2408
   _globals['_GENERATEREQUEST']._serialized_start=45
   _globals['_GENERATEREQUEST']._serialized_end=248
   _globals['_CHAT']._serialized_start=250
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=348
   _globals['_TOKENIDS']._serialized_end=371
   _globals['_SAMPLINGPARAMS']._serialized_start=374
-  _globals['_SAMPLINGPARAMS']._serialized_end=1112
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=885
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=933
-  _globals['_GRAMMAR']._serialized_start=1115
-  _globals['_GRAMMAR']._serialized_end=1251
-  _globals['_CHOICES']._serialized_start=1253
-  _globals['_CHOICES']._serialized_end=1277
-  _globals['_GENERATERESPONSE']._serialized_start=1280
-  _globals['_GENERATERESPONSE']._serialized_end=1561
-  _globals['_TOKENLOGPROBS']._serialized_start=1563
-  _globals['_TOKENLOGPROBS']._serialized_end=1634
-  _globals['_USAGE']._serialized_start=1636
-  _globals['_USAGE']._serialized_end=1716
-  _globals['_TIMINGS']._serialized_start=1718
-  _globals['_TIMINGS']._serialized_end=1811
-  _globals['_HANDOFF']._serialized_start=1814
-  _globals['_HANDOFF']._serialized_end=1977
-  _globals['_LISTMODELSREQUEST']._serialized_start=1979
-  _globals['_LISTMODELSREQUEST']._serialized_end=1998
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2000
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2056
-  _globals['_MODEL']._serialized_start=2058
-  _globals['_MODEL']._serialized_end=2140
-  _globals['_TOKENIZEREQUEST']._serialized_start=2142
-  _globals['_TOKENIZEREQUEST']._serialized_end=2234
-  _globals['_TOKENIZERESPONSE']._serialized_start=2236
-  _globals['_TOKENIZERESPONSE']._serialized_end=2273
-  _globals['_INFERENCE']._serialized_start=2373
-  _globals['_INFERENCE']._serialized_end=2611
+  _globals['_SAMPLINGPARAMS']._serialized_end=1134
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=901
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=949
+  _globals['_GRAMMAR']._serialized_start=1137
+  _globals['_GRAMMAR']._serialized_end=1273
+  _globals['_CHOICES']._serialized_start=1275
+  _globals['_CHOICES']._serialized_end=1299
+  _globals['_GENERATERESPONSE']._serialized_start=1302
+  _globals['_GENERATERESPONSE']._serialized_end=1599
+  _globals['_TOKENLOGPROBS']._serialized_start=1601
+  _globals['_TOKENLOGPROBS']._serialized_end=1672
+  _globals['_USAGE']._serialized_start=1674
+  _globals['_USAGE']._serialized_end=1754
+  _globals['_TIMINGS']._serialized_start=1756
+  _globals['_TIMINGS']._serialized_end=1849
+  _globals['_HANDOFF']._serialized_start=1852
+  _globals['_HANDOFF']._serialized_end=2015
+  _globals['_LISTMODELSREQUEST']._serialized_start=2017
+  _globals['_LISTMODELSREQUEST']._serialized_end=2036
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2038
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2094
+  _globals['_MODEL']._serialized_start=2096
+  _globals['_MODEL']._serialized_end=2178
+  _globals['_TOKENIZEREQUEST']._serialized_start=2180
+  _globals['_TOKENIZEREQUEST']._serialized_end=2272
+  _globals['_TOKENIZERESPONSE']._serialized_start=2274
+  _globals['_TOKENIZERESPONSE']._serialized_end=2311
+  _globals['_INFERENCE']._serialized_start=2411
+  _globals['_INFERENCE']._serialized_end=2649
 # @@protoc_insertion_point(module_scope)

@@ -57,8 +57,8 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams the answer while it is produced. The last message has finish_reason set; a stream that ends in an error
-        status has none.
+        """Streams the answers while they are produced. Each answer's last message has finish_reason set, and the last
+        message of all has usage; a stream that ends in an error status has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,8 +17,8 @@ class InferenceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams the answer while it is produced. The last message has finish_reason set; a stream that ends in an error
-    status has none.
+    """Streams the answers while they are produced. Each answer's last message has finish_reason set, and the last
+    message of all has usage; a stream that ends in an error status has none.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models that this deployment serves."""
@@ -34,8 +34,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
-        """Streams the answer while it is produced. The last message has finish_reason set; a stream that ends in an error
-        status has none.
+        """Streams the answers while they are produced. Each answer's last message has finish_reason set, and the last
+        message of all has usage; a stream that ends in an error status has none.
         """
 
     @_abc_1.abstractmethod

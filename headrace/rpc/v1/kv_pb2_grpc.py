@@ -80,8 +80,8 @@ class KvExchangeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token comes
-        the moment it is sampled. Ending the stream stops the computation; the blocks stay held until Release or expiry,
+        """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token of
+        each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the computation; the blocks stay held until Release or expiry,
         since a READ may still be under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -21,8 +21,8 @@ class KvExchangeStub:
     FAILED_PRECONDITION names the field in which the layouts differ.
     """
     Prefill: _aio.UnaryStreamMultiCallable[_kv_pb2.PrefillRequest, _kv_pb2.PrefillEvent]
-    """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token comes
-    the moment it is sampled. Ending the stream stops the computation; the blocks stay held until Release or expiry,
+    """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token of
+    each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the computation; the blocks stay held until Release or expiry,
     since a READ may still be under way.
     """
     Lease: _aio.UnaryUnaryMultiCallable[_kv_pb2.LeaseRequest, _kv_pb2.LeaseResponse]
@@ -57,8 +57,8 @@ class KvExchangeServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.PrefillRequest,
         context: _aio.ServicerContext[_kv_pb2.PrefillRequest, _abc.AsyncIterator[_kv_pb2.PrefillEvent]],
     ) -> _abc.AsyncIterator[_kv_pb2.PrefillEvent]:
-        """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token comes
-        the moment it is sampled. Ending the stream stops the computation; the blocks stay held until Release or expiry,
+        """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token of
+        each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the computation; the blocks stay held until Release or expiry,
         since a READ may still be under way.
         """
 

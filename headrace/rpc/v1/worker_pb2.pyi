@@ -44,13 +44,15 @@ class Source(_message.Message):
     def __init__(self, worker: _Optional[_Union[PeerRef, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "choice")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    choice: int
+    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class EngineSampling(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "logprobs", "grammar")
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "logprobs", "grammar", "n")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +77,7 @@ class EngineSampling(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_k: int
@@ -92,7 +95,8 @@ class EngineSampling(_message.Message):
     min_tokens: int
     logprobs: int
     grammar: _inference_pb2.Grammar
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_inference_pb2.Grammar, _Mapping]] = ...) -> None: ...
+    n: int
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[_inference_pb2.Grammar, _Mapping]] = ..., n: _Optional[int] = ...) -> None: ...
 
 class PeerRef(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation")
@@ -113,20 +117,23 @@ class StepFrame(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[SequenceDelta, _Mapping]]] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class SequenceDelta(_message.Message):
-    __slots__ = ("request_id", "token_ids", "end", "logprobs")
+    __slots__ = ("request_id", "token_ids", "end", "logprobs", "choice", "finish_reason")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     end: SequenceEnd
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    choice: int
+    finish_reason: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., choice: _Optional[int] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class SequenceEnd(_message.Message):
-    __slots__ = ("finish_reason", "error_code", "error_message", "cached_tokens", "prefill_worker", "blocks_moved", "bytes_moved", "transfer_s", "transport", "failed_attempts")
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("error_code", "error_message", "cached_tokens", "prefill_worker", "blocks_moved", "bytes_moved", "transfer_s", "transport", "failed_attempts")
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -136,7 +143,6 @@ class SequenceEnd(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     FAILED_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
-    finish_reason: str
     error_code: str
     error_message: str
     cached_tokens: int
@@ -146,7 +152,7 @@ class SequenceEnd(_message.Message):
     transfer_s: float
     transport: str
     failed_attempts: int
-    def __init__(self, finish_reason: _Optional[str] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transport: _Optional[str] = ..., failed_attempts: _Optional[int] = ...) -> None: ...
+    def __init__(self, error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transport: _Optional[str] = ..., failed_attempts: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.engine.scripted_runner import continuation
-from headrace.engine.sequence import Failed, NewToken, Sequence
+from headrace.engine.sequence import BlocksReady, Failed, NewToken, Reserved, Sequence
 from headrace.errors import InternalError
 from headrace.sampling_params import SamplingParams
 from tests.support.audit import assert_idle_pool, assert_sound
@@ -100,6 +100,42 @@ def test_a_held_prompt_gives_the_first_token_of_each_choice():
     assert tokens_by_choice(driver, 3) == [continuation(list(range(9)), 1)] * 3
     assert driver.engine.audit().held == 3
     driver.engine.release_hold("a")
+    assert_idle_pool(driver.engine.audit())
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [B - 1, B, 2 * B + 1])
+@pytest.mark.parametrize("going_on", [[0, 1, 2], [1, 2], [0, 2], [2]])
+def test_choices_of_a_prompt_from_outside(num_prompt_tokens, going_on):
+    prompt = list(range(10, 10 + num_prompt_tokens))
+    owner, reader = EngineDriver(block_size_tokens=B), EngineDriver(block_size_tokens=B)
+    submit(owner, prompt, hold_ttl_s=5.0)
+    owner.run()
+    held = [block for e in owner.events_of("a") if isinstance(e, BlocksReady) for block in e.block_ids]
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, n=3)
+    reader.engine.reserve(Sequence("a", list(prompt), len(prompt), sampling, ROOT))
+    reader.step()
+    [reserved] = [event for event in reader.events_of("a") if isinstance(event, Reserved)]
+    for source, target in zip(held, reserved.block_ids, strict=True):
+        reader.runner.copy_block(owner.runner, source, target)
+    first, *rest = continuation(prompt, 6)
+    reader.engine.adopt("a", dict.fromkeys(going_on, first))
+    reader.run()
+    assert tokens_by_choice(reader, 3) == [rest if choice in going_on else [] for choice in range(3)]
+    assert num_prompt_tokens - 1 not in reader.computed_positions("a")
+    assert_idle_pool(reader.engine.audit())
+
+
+def test_an_abort_of_one_choice_leaves_the_others():
+    driver = EngineDriver(block_size_tokens=B)
+    submit(driver, list(range(9)))
+    driver.engine.abort("a", 1)  # not split yet: nothing
+    while not tokens_by_choice(driver, 3)[1]:
+        driver.step()
+    driver.engine.abort("a", 1)
+    driver.run()
+    first, second, third = tokens_by_choice(driver, 3)
+    assert first == third == continuation(list(range(9)), 6)
+    assert 0 < len(second) < 6
     assert_idle_pool(driver.engine.audit())
 
 

@@ -234,7 +234,7 @@ def test_an_adopted_sequence_goes_on_as_if_computed_here():
     assert reader.engine.audit().filling == 3
     assert not reader.engine.has_work
     first = handed_off(owner, reader, "r", tokens)
-    reader.engine.adopt("r", first)
+    reader.engine.adopt("r", {0: first})
     reader.run()
     assert [first, *reader.tokens("r")] == continuation(tokens, 6)
     assert reader.events[-1] == NewToken("r", reader.tokens("r")[-1], FinishReason.LENGTH)
@@ -249,7 +249,7 @@ def test_the_next_turn_reserves_only_what_is_new():
     tokens = prompt(10)
     reader.reserve("one", tokens, max_tokens=4)
     reader.step()
-    reader.engine.adopt("one", handed_off(owner, reader, "one", tokens))
+    reader.engine.adopt("one", {0: handed_off(owner, reader, "one", tokens)})
     reader.run()
     longer = [*tokens, *continuation(tokens, 4), *prompt(5, first=90)]
     reader.reserve("two", longer, max_tokens=3)
@@ -257,7 +257,7 @@ def test_the_next_turn_reserves_only_what_is_new():
     [reserved] = [event for event in reader.events_of("two") if isinstance(event, Reserved)]
     assert (reserved.num_cached_blocks, len(reserved.block_ids)) == (3, 5)
     first = handed_off(owner, reader, "two", longer)
-    reader.engine.adopt("two", first)
+    reader.engine.adopt("two", {0: first})
     reader.run()
     assert [first, *reader.tokens("two")] == continuation(longer, 3)
 
@@ -300,10 +300,10 @@ def test_only_reserved_sequences_are_adopted():
     driver.reserve("r", prompt(3))
     for sequence_id in ("a", "r", "unknown"):
         with pytest.raises(NotFound):
-            driver.engine.adopt(sequence_id, 5)
+            driver.engine.adopt(sequence_id, {0: 5})
     driver.step()
     with pytest.raises(NotFound):
-        driver.engine.adopt("a", 5)
+        driver.engine.adopt("a", {0: 5})
 
 
 def test_an_adopted_sequence_that_is_preempted_is_computed_here():
@@ -314,7 +314,7 @@ def test_an_adopted_sequence_that_is_preempted_is_computed_here():
     reader.reserve("r", tokens, max_tokens=12)
     reader.step()
     first = handed_off(owner, reader, "r", tokens)
-    reader.engine.adopt("r", first)
+    reader.engine.adopt("r", {0: first})
     reader.run()
     assert reader.engine.load().preemptions > 0
     assert reader.engine.load().prefill_tokens > B
@@ -330,7 +330,7 @@ def test_wrong_contents_are_noticed():
     driver = EngineDriver()
     driver.reserve("r", prompt(5))
     driver.step()
-    driver.engine.adopt("r", 7)
+    driver.engine.adopt("r", {0: 7})
     driver.run()
     assert isinstance(driver.error("r"), InternalError)
 

@@ -75,14 +75,14 @@ def test_commands_run_in_order_on_the_engine_thread(host: Host):
 
 def test_what_a_call_raises_goes_to_its_caller(host: Host):
     with pytest.raises(NotFound):
-        host.thread.call(lambda engine: engine.adopt("unknown", 1)).result(DEADLINE_S)
+        host.thread.call(lambda engine: engine.adopt("unknown", {0: 1})).result(DEADLINE_S)
     assert host.thread.call(lambda engine: 7).result(DEADLINE_S) == 7
 
 
 def test_what_a_posted_command_raises_is_logged():
     host = Host()
     with capture_logs() as logs:
-        host.thread.post(lambda engine: engine.adopt("unknown", 1))
+        host.thread.post(lambda engine: engine.adopt("unknown", {0: 1}))
         host.thread.start()
         host.thread.call(lambda engine: None).result(DEADLINE_S)
     host.thread.stop(DEADLINE_S)

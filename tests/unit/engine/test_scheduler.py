@@ -304,7 +304,8 @@ def test_a_reservation_takes_all_blocks_that_are_cached_and_fills_the_rest():
     assert [len(reserved.block_ids), len(longer.block_ids)] == [2, 3]
     audit = desk.pool.audit(desk.scheduler.block_users())
     assert (audit.active, audit.filling) == (2, 1)
-    desk.scheduler.adopt(longer, 9)
+    desk.scheduler.adopt(longer)
+    longer.token_ids.append(9)
     assert desk.step() == [("longer", 2 * B + 1, 1)]
 
 

@@ -20,11 +20,12 @@ from router.service import InferenceService
 from router.sessions import Sessions
 from tests.unit.router.test_sessions import RPC, ManualWorker
 
-END = worker_pb2.SequenceEnd(finish_reason="length", cached_tokens=8, prefill_worker="p0", blocks_moved=3)
+END = worker_pb2.SequenceEnd(cached_tokens=8, prefill_worker="p0", blocks_moved=3)
 
 
 class Front:
-    def __init__(self, stub, worker, dispatcher, view, model) -> None:
+    def __init__(self, stub, worker, service, dispatcher, view, model) -> None:
+        self.service = service
         self.stub = stub
         self.worker = worker
         self.dispatcher = dispatcher
@@ -49,7 +50,7 @@ async def front(files, *, with_worker=True, max_inflight=10):
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
     channel = open_channel(await server.start(), RPC)
     try:
-        yield Front(inference_pb2_grpc.InferenceStub(channel), worker, dispatcher, view, model)
+        yield Front(inference_pb2_grpc.InferenceStub(channel), worker, service, dispatcher, view, model)
     finally:
         await channel.close()
         await server.stop(0)
@@ -89,7 +90,7 @@ async def answered(call, worker, token_ids, end=END):
     asked = (await worker.received.get()).start
     for token_id in token_ids:
         worker.send(asked.request_id, [token_id])
-    worker.send(asked.request_id, end=end)
+    worker.send(asked.request_id, end=end, finish_reason="length")
     return asked, [message async for message in call]
 
 
@@ -142,6 +143,74 @@ async def test_a_stop_string_ends_the_answer_and_the_work(tiny_model_files):
         assert messages[-1].usage.completion_tokens <= len(encode("one STOP", add_special=False))
 
 
+async def test_choices_have_texts_ends_and_logprobs_of_their_own_and_one_usage(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        encode = f.model.tokenizer.encode
+        texts = ["naïve 🙂", "two", "drei"]
+        answers = [encode(text, add_special=False) for text in texts]
+        call = f.stub.Generate(ids(1, 2, n=3, logprobs=0))
+        asked = (await f.worker.received.get()).start
+        assert asked.sampling.n == 3
+        for position in range(max(map(len, answers))):  # in turn, so that characters are split over messages
+            for choice, answer in enumerate(answers):
+                if position < len(answer):
+                    f.worker.send(
+                        asked.request_id,
+                        [answer[position]],
+                        choice=choice,
+                        logprobs=[inference_pb2.TokenLogprobs(logprob=-choice - position / 100)],
+                        finish_reason="length" if position == len(answer) - 1 else "",
+                    )
+        f.worker.send(asked.request_id, end=END)
+        messages = [message async for message in call]
+        for choice, answer in enumerate(answers):
+            own = [message for message in messages if message.choice == choice]
+            assert "".join(message.text for message in own) == texts[choice]
+            assert [t for message in own for t in message.token_ids] == answer
+            found = [entry.logprob for message in own for entry in message.logprobs]
+            assert found == pytest.approx([-choice - p / 100 for p in range(len(answer))])
+            reasons = [message.finish_reason for message in own]
+            assert reasons == [0] * (len(own) - 1) + [inference_pb2.FINISH_REASON_LENGTH]
+        assert [message.HasField("usage") for message in messages] == [False] * (len(messages) - 1) + [True]
+        assert messages[-1].usage.completion_tokens == sum(map(len, answers))
+        assert messages[-1].hand_off.prefill_worker == "p0"
+
+
+async def test_a_stop_string_ends_one_choice_alone_and_the_last_one_everything(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        encode = f.model.tokenizer.encode
+        request = inference_pb2.GenerateRequest(text="x", sampling={"stop": ["STOP"], "n": 2})
+        call = f.stub.Generate(request)
+        asked = (await f.worker.received.get()).start
+        f.worker.send(asked.request_id, encode("one STOP more", add_special=False), choice=1)
+        abort = (await f.worker.received.get()).abort
+        assert (abort.request_id, abort.choice) == (asked.request_id, 1)
+        f.worker.send(asked.request_id, encode("late", add_special=False), choice=1)  # sent before it knew
+        f.worker.send(asked.request_id, encode("two STOP more", add_special=False))
+        abort = (await f.worker.received.get()).abort
+        assert not abort.HasField("choice")
+        f.worker.send(asked.request_id, end=END)
+        messages = [message async for message in call]
+        texts = ["".join(m.text for m in messages if m.choice == choice) for choice in range(2)]
+        assert texts == ["two ", "one "]
+        assert [m.finish_reason for m in messages if m.finish_reason] == [
+            inference_pb2.FINISH_REASON_STOP
+        ] * 2
+        assert messages[-1].usage.cached_tokens == END.cached_tokens
+        assert messages[-1].usage.completion_tokens == sum(len(m.token_ids) for m in messages)
+
+
+async def test_a_worker_that_ends_the_request_but_not_its_choices(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        call = f.stub.Generate(ids(1, 2, n=2))
+        asked = (await f.worker.received.get()).start
+        f.worker.send(asked.request_id, [5], END, finish_reason="length")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            [_ async for _ in call]
+        assert failure.value.code() == grpc.StatusCode.INTERNAL
+        assert f.service.tally.output_tokens == {"INTERNAL": 1}
+
+
 async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_model_files):
     async with front(tiny_model_files) as f:
         prompt = list(range(1, 41))
@@ -171,6 +240,8 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
         (ids(1, logit_bias={260: 1.0}), "INVALID_ARGUMENT", ["logit_bias", "260", "258"]),
         (ids(1, logit_bias={5: float("inf")}), "INVALID_ARGUMENT", ["logit_bias", "5", "inf"]),
         (ids(1, banned_token_ids=[260]), "INVALID_ARGUMENT", ["banned_token_ids", "260"]),
+        (ids(1, n=0), "INVALID_ARGUMENT", ["n: 0", "1..64"]),
+        (ids(1, n=1000), "INVALID_ARGUMENT", ["n: 1000", "1..64"]),
         (ids(1, logprobs=21), "INVALID_ARGUMENT", ["logprobs", "21", "20"]),
         (ids(1, max_tokens=2, min_tokens=3), "INVALID_ARGUMENT", ["min_tokens", "3", "2"]),
         (ids(1, grammar={}), "INVALID_ARGUMENT", ["grammar"]),
@@ -212,7 +283,7 @@ async def test_too_many_requests_are_refused_at_once_with_a_hint(tiny_model_file
             [_ async for _ in f.stub.Generate(ids(1, 2, 3))]
         assert failure.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(failure.value.trailing_metadata())["retry-after-ms"] == "1000"
-        f.worker.send(asked.request_id, [4], END)
+        f.worker.send(asked.request_id, [4], END, finish_reason="length")
         assert [t async for m in first for t in m.token_ids] == [4]
 
 
@@ -247,6 +318,21 @@ async def test_a_client_that_cancels_aborts_at_the_worker(tiny_model_files):
             while f.dispatcher.num_inflight:
                 await asyncio.sleep(0.01)
         assert f.dispatcher.ledger.active_tokens == {}
+        assert f.service.tally.requests == {"cancelled": 1}
+
+
+async def test_what_was_answered_is_counted_by_outcome(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5, 6])
+        call = f.stub.Generate(ids(1, 2))
+        asked = (await f.worker.received.get()).start
+        f.worker.send(asked.request_id, [4], worker_pb2.SequenceEnd(error_code="RESOURCE_EXHAUSTED"))
+        with pytest.raises(grpc.aio.AioRpcError):
+            [_ async for _ in call]
+        tally = f.service.tally
+        assert tally.requests == {"ok": 1, "RESOURCE_EXHAUSTED": 1}
+        assert tally.prompt_tokens == {"ok": 3, "RESOURCE_EXHAUSTED": 2}
+        assert tally.output_tokens == {"ok": 2, "RESOURCE_EXHAUSTED": 1}
 
 
 async def test_list_models_and_tokenize(tiny_model_files):

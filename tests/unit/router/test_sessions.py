@@ -9,7 +9,8 @@ from headrace.config import RpcSettings
 from headrace.errors import Code, PeerError, WorkerGone
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
-from router.sessions import Sessions
+from headrace.sampling_params import FinishReason
+from router.sessions import ChoiceDelta, Sessions
 
 RPC = RpcSettings(keepalive_s=1.0, keepalive_timeout_s=1.0)
 
@@ -37,8 +38,8 @@ class ManualWorker(worker_pb2_grpc.WorkerServicer):
         async for message in requests:
             self.received.put_nowait(message)
 
-    def send(self, request_id, token_ids=(), end=None):
-        delta = worker_pb2.SequenceDelta(request_id=request_id, token_ids=token_ids, end=end)
+    def send(self, request_id, token_ids=(), end=None, **choice):
+        delta = worker_pb2.SequenceDelta(request_id=request_id, token_ids=token_ids, end=end, **choice)
         self.frames.put_nowait(worker_pb2.StepFrame(incarnation=self.incarnation, deltas=[delta]))
 
 
@@ -70,8 +71,8 @@ async def test_requests_share_one_session_and_each_gets_its_own_tokens():
         assert {(await worker.received.get()).start.request_id for _ in range(2)} == {"a", "b"}
         worker.send("b", [7])
         worker.send("a", [1, 2])
-        assert (await a.next()).token_ids == [1, 2]
-        assert (await b.next()).token_ids == [7]
+        assert (await a.next()).choices[0].token_ids == [1, 2]
+        assert (await b.next()).choices[0].token_ids == [7]
         assert worker.sessions == 1
 
 
@@ -80,19 +81,23 @@ async def test_a_slow_consumer_gets_merged_deltas_and_the_end():
         stream = (await sessions.get("d0", "i1", address)).start(start("a"))
         other = (await sessions.get("d0", "i1", address)).start(start("b"))
         worker.send("a", [1])
-        worker.send("a", [2], worker_pb2.SequenceEnd(finish_reason="stop"))
+        worker.send("a", [5], choice=2, finish_reason="length")
+        worker.send("a", [2], worker_pb2.SequenceEnd(cached_tokens=4), finish_reason="stop")
         worker.send("b", [9])
         await other.next()  # everything before it has arrived
         delta = await stream.next()
-        assert delta.token_ids == [1, 2]
-        assert delta.end.finish_reason == "stop"
+        assert delta.choices == {
+            0: ChoiceDelta([1, 2], [], FinishReason.STOP),
+            2: ChoiceDelta([5], [], FinishReason.LENGTH),
+        }
+        assert delta.end.cached_tokens == 4
 
 
 async def test_a_failed_sequence_gives_its_tokens_and_then_its_error():
     async with connected() as (worker, sessions, address, _):
         stream = (await sessions.get("d0", "i1", address)).start(start("a"))
         worker.send("a", [1], worker_pb2.SequenceEnd(error_code="RESOURCE_EXHAUSTED", error_message="full"))
-        assert (await stream.next()).token_ids == [1]
+        assert (await stream.next()).choices[0].token_ids == [1]
         with pytest.raises(PeerError, match="full") as failure:
             await stream.next()
         assert failure.value.code == Code.RESOURCE_EXHAUSTED
@@ -104,7 +109,7 @@ async def test_a_session_that_ends_fails_its_requests_and_reports_the_worker():
         stream = session.start(start("a"))
         worker.send("a", [1])
         worker.frames.put_nowait(None)
-        assert (await stream.next()).token_ids == [1]
+        assert (await stream.next()).choices[0].token_ids == [1]
         with pytest.raises(WorkerGone, match="d0"):
             await stream.next()
         assert lost == [("d0", "i1")]
@@ -132,5 +137,9 @@ async def test_an_abort_reaches_the_worker():
         session = await sessions.get("d0", "i1", address)
         session.start(start("a"))
         session.abort("a")
+        session.abort("a", 2)
         assert (await worker.received.get()).WhichOneof("action") == "start"
-        assert (await worker.received.get()).abort.request_id == "a"
+        whole, one = [(await worker.received.get()).abort for _ in range(2)]
+        assert whole.request_id == one.request_id == "a"
+        assert not whole.HasField("choice")
+        assert one.choice == 2
