@@ -86,7 +86,9 @@ class HandOff:
         """Bring the KV here and let the choices that go on join the decode batch.
 
         `on_first_token(token)` is called as soon as the token of a choice arrives. `going_on()` gives the first tokens
-        of the choices that they did not end; once all are here and none goes on, nothing is adopted. Raises HeadraceError.
+        of the choices that they did not end; once all are here and none goes on, nothing is adopted.
+
+        Raises HeadraceError.
         """
         sequence = self._task.sequence
         peer = await self._context.peers.connect(self._ref)
