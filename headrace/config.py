@@ -105,6 +105,10 @@ class KvSettings(_Section):
         description="a prompt with fewer uncached tokens is prefilled by the decode worker itself",
     )
     checksum: bool = Field(default=False, description="checksum each moved block at both ends")
+    require_rdma: bool = Field(
+        default=False,
+        description="do not start without an active RDMA device, and refuse peers on other hosts that it can not reach",
+    )
 
 
 class DirectorySettings(_Section):

@@ -21,6 +21,7 @@ from headrace.errors import TransferFailed
 from kv_transfer.nixl_transport import NixlTransport, ucx_environment
 from kv_transfer.transfer_thread import Transfer, TransferThread
 from kv_transfer.transport import BlockRegion
+from tests.support.parts import part
 
 pytestmark = pytest.mark.slow
 
@@ -84,10 +85,10 @@ class Reader:
     def __init__(self) -> None:
         self.blocks = np.zeros((2 * NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         region = BlockRegion(self.blocks.ctypes.data, *self.blocks.shape)
-        self.transfers = TransferThread(lambda: NixlTransport("reader", region), BLOCK_BYTES)
+        self.transfers = TransferThread(lambda: NixlTransport("reader", [region]))
 
     async def connect(self, peer: PeerProcess) -> None:
-        await self.transfers.connect(peer.name, await peer.metadata(), TIMEOUT_S)
+        await self.transfers.connect(peer.name, [part(await peer.metadata(), BLOCK_BYTES)], TIMEOUT_S)
         peer.write((await self.transfers.metadata()).hex())
 
     async def read_one(self, peer: PeerProcess, local: int = 0) -> int:
@@ -261,5 +262,5 @@ async def test_an_owner_outlives_readers_that_are_killed(reader, start_peer):
         greedy.write("reads")
     greedy.popen.kill()
     assert await owner.runs()
-    await reader.transfers.connect("p", metadata, TIMEOUT_S)
+    await reader.transfers.connect("p", [part(metadata, BLOCK_BYTES)], TIMEOUT_S)
     assert await reader.read_one(owner) == 7

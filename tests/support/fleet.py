@@ -7,7 +7,7 @@ switched at each worker's own transport.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -81,8 +81,8 @@ class Worker:
         except TimeoutError:
             raise AssertionError(f"{self.worker_id} does not get idle: {status}") from None
 
-    def _transport(self, name: str, incarnation: str, region: BlockRegion) -> Transport:
-        return FaultyTransport(create_transport(name, incarnation, region), self.faults, region)
+    def _transport(self, name: str, incarnation: str, regions: Sequence[BlockRegion]) -> Transport:
+        return FaultyTransport(create_transport(name, incarnation, regions), self.faults)
 
 
 def _is_idle(status: worker_pb2.StatusResponse) -> bool:

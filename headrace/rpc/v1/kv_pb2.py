@@ -26,7 +26,7 @@ from headrace.rpc.v1 import inference_pb2 as headrace_dot_v1_dot_inference__pb2
 from headrace.rpc.v1 import worker_pb2 as headrace_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14headrace/v1/kv.proto\x12\x0bheadrace.v1\x1a\x1bheadrace/v1/inference.proto\x1a\x18headrace/v1/worker.proto\"\xc5\x01\n\x06Layout\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\"\x95\x01\n\x10HandshakeRequest\x12\"\n\x04self\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x1a\n\x12transport_metadata\x18\x04 \x01(\x0c\"x\n\x11HandshakeResponse\x12\"\n\x04self\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x1a\n\x12transport_metadata\x18\x03 \x01(\x0c\"\x91\x02\n\x0ePrefillRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12$\n\x06reader\x18\x02 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.EngineSampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x12\x13\n\x0blease_ttl_s\x18\t \x01(\x01\x12\x10\n\x08\x63hecksum\x18\n \x01(\x08\"\xa9\x01\n\x0cPrefillEvent\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.PrefillStartedH\x00\x12\x30\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x18.headrace.v1.BlocksReadyH\x00\x12.\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.headrace.v1.FirstTokenH\x00\x42\x07\n\x05\x65vent\"\'\n\x0ePrefillStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"H\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"L\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"5\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x0f\n\rRenewResponse\"7\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse2\xa3\x02\n\nKvExchange\x12J\n\tHandshake\x12\x1d.headrace.v1.HandshakeRequest\x1a\x1e.headrace.v1.HandshakeResponse\x12\x43\n\x07Prefill\x12\x1b.headrace.v1.PrefillRequest\x1a\x19.headrace.v1.PrefillEvent0\x01\x12>\n\x05Renew\x12\x19.headrace.v1.RenewRequest\x1a\x1a.headrace.v1.RenewResponse\x12\x44\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x1c.headrace.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14headrace/v1/kv.proto\x12\x0bheadrace.v1\x1a\x1bheadrace/v1/inference.proto\x1a\x18headrace/v1/worker.proto\"\xe9\x01\n\x06Layout\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\x12\x11\n\trow_bytes\x18\n \x01(\r\x12\x0f\n\x07tp_rank\x18\x0b \x01(\r\"\x88\x01\n\x04Host\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x15\n\rpid_namespace\x18\x02 \x01(\t\x12\x15\n\rshared_memory\x18\x03 \x01(\x08\x12-\n\x0crdma_devices\x18\x04 \x03(\x0b\x32\x17.headrace.v1.RdmaDevice\x12\x12\n\ntcp_device\x18\x05 \x01(\t\".\n\nRdmaDevice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nlink_layer\x18\x02 \x01(\t\"\xb6\x01\n\x10HandshakeRequest\x12\"\n\x04self\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x1a\n\x12transport_metadata\x18\x04 \x03(\x0c\x12\x1f\n\x04host\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Host\"\x99\x01\n\x11HandshakeResponse\x12\"\n\x04self\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x1a\n\x12transport_metadata\x18\x03 \x03(\x0c\x12\x1f\n\x04host\x18\x04 \x01(\x0b\x32\x11.headrace.v1.Host\"\x91\x02\n\x0ePrefillRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12$\n\x06reader\x18\x02 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.EngineSampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x12\x13\n\x0blease_ttl_s\x18\t \x01(\x01\x12\x10\n\x08\x63hecksum\x18\n \x01(\x08\"\xa9\x01\n\x0cPrefillEvent\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.PrefillStartedH\x00\x12\x30\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x18.headrace.v1.BlocksReadyH\x00\x12.\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.headrace.v1.FirstTokenH\x00\x42\x07\n\x05\x65vent\"\'\n\x0ePrefillStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"H\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"L\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"5\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x0f\n\rRenewResponse\"7\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse2\xa3\x02\n\nKvExchange\x12J\n\tHandshake\x12\x1d.headrace.v1.HandshakeRequest\x1a\x1e.headrace.v1.HandshakeResponse\x12\x43\n\x07Prefill\x12\x1b.headrace.v1.PrefillRequest\x1a\x19.headrace.v1.PrefillEvent0\x01\x12>\n\x05Renew\x12\x19.headrace.v1.RenewRequest\x1a\x1a.headrace.v1.RenewResponse\x12\x44\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x1c.headrace.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.kv_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LAYOUT']._serialized_start=93
-  _globals['_LAYOUT']._serialized_end=290
-  _globals['_HANDSHAKEREQUEST']._serialized_start=293
-  _globals['_HANDSHAKEREQUEST']._serialized_end=442
-  _globals['_HANDSHAKERESPONSE']._serialized_start=444
-  _globals['_HANDSHAKERESPONSE']._serialized_end=564
-  _globals['_PREFILLREQUEST']._serialized_start=567
-  _globals['_PREFILLREQUEST']._serialized_end=840
-  _globals['_PREFILLEVENT']._serialized_start=843
-  _globals['_PREFILLEVENT']._serialized_end=1012
-  _globals['_PREFILLSTARTED']._serialized_start=1014
-  _globals['_PREFILLSTARTED']._serialized_end=1053
-  _globals['_BLOCKSREADY']._serialized_start=1055
-  _globals['_BLOCKSREADY']._serialized_end=1127
-  _globals['_FIRSTTOKEN']._serialized_start=1129
-  _globals['_FIRSTTOKEN']._serialized_end=1205
-  _globals['_RENEWREQUEST']._serialized_start=1207
-  _globals['_RENEWREQUEST']._serialized_end=1260
-  _globals['_RENEWRESPONSE']._serialized_start=1262
-  _globals['_RENEWRESPONSE']._serialized_end=1277
-  _globals['_RELEASEREQUEST']._serialized_start=1279
-  _globals['_RELEASEREQUEST']._serialized_end=1334
-  _globals['_RELEASERESPONSE']._serialized_start=1336
-  _globals['_RELEASERESPONSE']._serialized_end=1353
-  _globals['_KVEXCHANGE']._serialized_start=1356
-  _globals['_KVEXCHANGE']._serialized_end=1647
+  _globals['_LAYOUT']._serialized_end=326
+  _globals['_HOST']._serialized_start=329
+  _globals['_HOST']._serialized_end=465
+  _globals['_RDMADEVICE']._serialized_start=467
+  _globals['_RDMADEVICE']._serialized_end=513
+  _globals['_HANDSHAKEREQUEST']._serialized_start=516
+  _globals['_HANDSHAKEREQUEST']._serialized_end=698
+  _globals['_HANDSHAKERESPONSE']._serialized_start=701
+  _globals['_HANDSHAKERESPONSE']._serialized_end=854
+  _globals['_PREFILLREQUEST']._serialized_start=857
+  _globals['_PREFILLREQUEST']._serialized_end=1130
+  _globals['_PREFILLEVENT']._serialized_start=1133
+  _globals['_PREFILLEVENT']._serialized_end=1302
+  _globals['_PREFILLSTARTED']._serialized_start=1304
+  _globals['_PREFILLSTARTED']._serialized_end=1343
+  _globals['_BLOCKSREADY']._serialized_start=1345
+  _globals['_BLOCKSREADY']._serialized_end=1417
+  _globals['_FIRSTTOKEN']._serialized_start=1419
+  _globals['_FIRSTTOKEN']._serialized_end=1495
+  _globals['_RENEWREQUEST']._serialized_start=1497
+  _globals['_RENEWREQUEST']._serialized_end=1550
+  _globals['_RENEWRESPONSE']._serialized_start=1552
+  _globals['_RENEWRESPONSE']._serialized_end=1567
+  _globals['_RELEASEREQUEST']._serialized_start=1569
+  _globals['_RELEASEREQUEST']._serialized_end=1624
+  _globals['_RELEASERESPONSE']._serialized_start=1626
+  _globals['_RELEASERESPONSE']._serialized_end=1643
+  _globals['_KVEXCHANGE']._serialized_start=1646
+  _globals['_KVEXCHANGE']._serialized_end=1937
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from headrace.errors import TransferFailed
 from kv_transfer.faulty_transport import Faults, FaultyTransport
 from kv_transfer.local_transport import LocalFabric, LocalTransport
 from kv_transfer.transport import BlockRegion
+from tests.support.parts import whole
 
 SIZE = (3, 32)
 
@@ -28,14 +29,14 @@ def faults():
 
 @pytest.fixture
 def owner(source):
-    return LocalTransport("owner", BlockRegion(source.ctypes.data, *SIZE), LocalFabric())
+    return LocalTransport("owner", [BlockRegion(source.ctypes.data, *SIZE)], LocalFabric())
 
 
 @pytest.fixture
 def reader(blocks, owner, faults):
-    region = BlockRegion(blocks.ctypes.data, *SIZE)
-    transport = FaultyTransport(LocalTransport("reader", region, owner._fabric), faults, region)
-    transport.connect("owner", owner.metadata())
+    regions = [BlockRegion(blocks.ctypes.data, *SIZE)]
+    transport = FaultyTransport(LocalTransport("reader", regions, owner._fabric), faults)
+    transport.connect("owner", [whole(owner)])
     return transport
 
 
@@ -61,7 +62,7 @@ def test_a_stalled_read_ends_with_a_disconnect(reader, owner, blocks, faults):
     faults.stall = True
     read = reader.read("owner", [0], [1])
     reader.disconnect("owner")
-    reader.connect("owner", owner.metadata())
+    reader.connect("owner", [whole(owner)])
     faults.stall = False
     with pytest.raises(TransferFailed, match="disconnected"):
         read.poll()

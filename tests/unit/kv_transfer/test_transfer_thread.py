@@ -14,6 +14,7 @@ from kv_transfer.faulty_transport import Faults, FaultyTransport
 from kv_transfer.local_transport import LocalFabric, LocalTransport
 from kv_transfer.transfer_thread import TransferStats, TransferThread
 from kv_transfer.transport import BlockRegion
+from tests.support.parts import part
 
 SIZE = NUM_BLOCKS, BLOCK_BYTES = 8, 256
 TIMEOUT_S = 20.0
@@ -25,17 +26,21 @@ class Worker:
     def __init__(self, name: str, fabric: LocalFabric) -> None:
         self.name = name
         self.faults = Faults()
-        self.blocks = np.full(SIZE, len(name), np.uint8)
-        region = BlockRegion(self.blocks.ctypes.data, *SIZE)
+        self.memory = np.full((NUM_BLOCKS + 1, BLOCK_BYTES), len(name), np.uint8)
+        self.blocks = self.memory[:NUM_BLOCKS]
+        # The last row is scratch.
+        region = BlockRegion(self.blocks.ctypes.data, NUM_BLOCKS, BLOCK_BYTES, num_scratch=1)
 
         def factory():
             self.created_on = threading.current_thread()
-            return FaultyTransport(LocalTransport(name, region, fabric), self.faults, region)
+            return FaultyTransport(LocalTransport(name, [region], fabric), self.faults)
 
-        self.transfers = TransferThread(factory, BLOCK_BYTES)
+        self.transfers = TransferThread(factory)
 
     async def connect(self, other: Worker) -> None:
-        await self.transfers.connect(other.name, await other.transfers.metadata(), TIMEOUT_S)
+        await self.transfers.connect(
+            other.name, [part(await other.transfers.metadata(), BLOCK_BYTES)], TIMEOUT_S
+        )
 
 
 @pytest.fixture
@@ -196,7 +201,7 @@ async def test_a_disconnect_of_a_stranger_does_nothing(pair):
 
 async def test_a_refused_connection_says_why(pair):
     with pytest.raises(TransferFailed, match="not of this transport"):
-        await pair[0].transfers.connect("other", b"?", TIMEOUT_S)
+        await pair[0].transfers.connect("other", [part(b"?", BLOCK_BYTES)], TIMEOUT_S)
 
 
 async def test_a_connection_in_vain_ends_by_its_deadline(pair):
@@ -205,7 +210,7 @@ async def test_a_connection_in_vain_ends_by_its_deadline(pair):
     hold = asyncio.create_task(reader.transfers._call(lambda: release.wait(TIMEOUT_S), TIMEOUT_S))
     await asyncio.sleep(0)
     with pytest.raises(TransferFailed, match=r"within 0\.01 s"):
-        await reader.transfers.connect("other", b"8 256", 0.01)
+        await reader.transfers.connect("other", [], 0.01)
     release.set()
     await hold
     with pytest.raises(TransferFailed, match="not connected"):  # it was not made later either
@@ -243,7 +248,7 @@ async def test_starting_raises_what_the_factory_raised():
     def factory():
         raise RuntimeError("no such device")
 
-    transfers = TransferThread(factory, BLOCK_BYTES)
+    transfers = TransferThread(factory)
     with pytest.raises(RuntimeError, match="no such device"):
         await transfers.start()
     await soon(transfers.close())
@@ -253,6 +258,7 @@ class Breaking:
     """A transport whose every call raises what a transport should not, once told to."""
 
     name = "breaking"
+    regions = (BlockRegion(0, NUM_BLOCKS, BLOCK_BYTES),)
 
     def __init__(self) -> None:
         self.broken: set[str] = set()
@@ -271,9 +277,9 @@ class Breaking:
 @pytest.fixture
 async def breaking():
     transport = Breaking()
-    transfers = TransferThread(lambda: transport, BLOCK_BYTES)
+    transfers = TransferThread(lambda: transport)
     await transfers.start()
-    await transfers.connect("owner", b"", TIMEOUT_S)
+    await transfers.connect("owner", [], TIMEOUT_S)
     yield transport, transfers
     await transfers.close()
 
