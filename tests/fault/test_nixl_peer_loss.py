@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace.errors import TransferFailed
+from kv_transfer.links import FailureReason
 from kv_transfer.nixl_transport import NixlTransport, ucx_environment
 from kv_transfer.transfer_thread import Transfer, TransferThread
 from kv_transfer.transport import BlockRegion
@@ -38,15 +42,17 @@ OVER_ANYTHING = "all"
 class PeerProcess:
     """`tests/fault/nixl_peer.py`. Its blocks hold `value`."""
 
-    def __init__(self, name: str, value: int, *, read_from: str = "") -> None:
+    def __init__(
+        self, name: str, value: int, *, read_from: str = "", prefix: Sequence[str] = (), **environment: str
+    ) -> None:
         self.name = name
         arguments = [name, str(value), str(NUM_BLOCKS), str(BLOCK_BYTES), *([read_from] if read_from else [])]
         self.popen = subprocess.Popen(
-            [sys.executable, str(PEER_PROGRAM), *arguments],
+            [*prefix, sys.executable, str(PEER_PROGRAM), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         )
 
     async def line(self) -> str:
@@ -264,3 +270,75 @@ async def test_an_owner_outlives_readers_that_are_killed(reader, start_peer):
     assert await owner.runs()
     await reader.transfers.connect("p", [part(metadata, BLOCK_BYTES)], TIMEOUT_S)
     assert await reader.read_one(owner) == 7
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A network of two: this process at one end, a namespace at the other."""
+
+    name: str
+
+    @property
+    def inside(self) -> list[str]:
+        """Runs a command at the other end."""
+        return ["ip", "netns", "exec", self.name]
+
+    def cut(self) -> None:
+        """No packet gets there or back, and nobody is told."""
+        ip("-n", self.name, "link", "set", f"{self.name}b", "down")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def wire(monkeypatch) -> Iterator[Wire]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and `ip`")
+    name = f"hr{os.getpid() % 10**8}"
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespace can be made here: {error.stderr.decode()}")
+    try:
+        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
+        ip("addr", "add", "198.18.77.1/30", "dev", f"{name}a")
+        ip("link", "set", f"{name}a", "up")
+        ip("-n", name, "addr", "add", "198.18.77.2/30", "dev", f"{name}b")
+        ip("-n", name, "link", "set", f"{name}b", "up")
+        for variable, value in {
+            **ucx_environment(),
+            "UCX_TLS": OVER_TCP,
+            "UCX_NET_DEVICES": f"{name}a",
+        }.items():
+            monkeypatch.setenv(variable, value)
+        yield Wire(name)
+    finally:
+        subprocess.run(["ip", "link", "del", f"{name}a"], check=False, capture_output=True, timeout=TIMEOUT_S)
+        ip("netns", "del", name)
+
+
+@pytest.fixture
+async def far_reader(wire):
+    reader = Reader()
+    await reader.transfers.start()
+    yield reader
+    await reader.transfers.close()
+
+
+@pytest.mark.parametrize("when", ["before a READ", "in the middle of a READ"])
+async def test_a_network_that_is_cut_fails_reads_within_seconds(wire, far_reader, start_peer, when):
+    peer = start_peer("p", 7, prefix=wire.inside, UCX_NET_DEVICES=f"{wire.name}b")
+    await far_reader.connect(peer)
+    assert await far_reader.read_one(peer) == 7
+    if when == "before a READ":
+        wire.cut()
+        transfer = far_reader.transfers.read("p", ALL, ALL)
+    else:
+        transfer = await stall(far_reader, peer, OVER_TCP)
+        assert await is_under_way(transfer, far_reader)
+        wire.cut()
+        peer.send(signal.SIGCONT)
+    await assert_failed(transfer)
+    assert far_reader.transfers.links["p"].failures == {FailureReason.READ: 1}

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.errors import TransferFailed, Unavailable
 from kv_transfer.faulty_transport import Faults, FaultyTransport
+from kv_transfer.links import FailureReason
 from kv_transfer.local_transport import LocalFabric, LocalTransport
 from kv_transfer.transfer_thread import TransferStats, TransferThread
 from kv_transfer.transport import BlockRegion
@@ -292,8 +293,64 @@ async def test_an_unforeseen_failure_of_a_read_tears_the_peer_down_before_it_set
     with pytest.raises(TransferFailed, match=f"{method} broke"):
         await soon(transfer.done)
     assert "disconnect" in transport.calls
+    assert transfers.links["owner"].failures == {FailureReason.UNEXPECTED: 1}
     transport.broken = set()
     await soon(transfers.read("owner", [1], [1]).done)
+
+
+async def test_failures_are_counted_by_reason(pair):
+    reader, _ = pair
+    link = reader.transfers.links["owner"]
+    reader.faults.fail_next = 1
+    await soon(reader.transfers.read("owner", [1], [1]).settled())
+    reader.faults.kill_next = 1
+    await soon(reader.transfers.read("owner", [1, 2], [1, 2]).settled())
+    reader.faults.stall = True
+    await reader.connect(pair[1])
+    stalled = reader.transfers.read("owner", [1], [1])
+    reader.transfers.count_failure("owner", FailureReason.TIMEOUT)
+    await soon(reader.transfers.disconnect("owner"))
+    await soon(stalled.settled())
+    await reader.connect(pair[1])
+    stalled = reader.transfers.read("owner", [1], [1])
+    await passed(reader.transfers)
+    await soon(reader.transfers.close())
+    await soon(stalled.settled())
+    reasons = (
+        FailureReason.POST,
+        FailureReason.READ,
+        FailureReason.TIMEOUT,
+        FailureReason.DISCONNECTED,
+        FailureReason.CLOSED,
+    )
+    assert link.failures == dict.fromkeys(reasons, 1)
+    assert (link.reads, link.bytes) == (4, 0)
+
+
+async def test_a_failure_of_a_stranger_is_not_counted(pair):
+    pair[0].transfers.count_failure("stranger", FailureReason.TIMEOUT)
+    assert "stranger" not in pair[0].transfers.links
+
+
+async def test_what_is_known_of_a_peer_outlives_its_connection(pair):
+    reader, owner = pair
+    await soon(reader.transfers.read("owner", [1], [1]).done)
+    await soon(reader.transfers.disconnect("owner"))
+    await reader.connect(owner)
+    await soon(reader.transfers.read("owner", [1], [1]).done)
+    assert reader.transfers.links["owner"].reads == 2
+
+
+async def test_peers_that_are_gone_are_forgotten_before_they_are_too_many(pair, monkeypatch):
+    reader, _ = pair
+    monkeypatch.setattr("kv_transfer.transfer_thread._MAX_LINKS", 3)
+    for name in ("a", "b", "c", "e"):
+        stranger = Worker(name, LocalFabric())
+        await stranger.transfers.start()
+        await reader.connect(stranger)
+        await soon(reader.transfers.disconnect(name))
+        await soon(stranger.transfers.close())
+    assert set(reader.transfers.links) == {"owner", "c", "e"}
 
 
 async def test_a_thread_that_fails_closes_the_transport_and_ends_everything(breaking):
