@@ -108,23 +108,18 @@ class _Link:
             self._agent = self._open()
         read = _NixlRead(self)
         self._under_way.add(read)
-        try:
-            self._post(read, self._agent, remote, local)
-        except TransferFailed as error:
-            self.tear(f"READ from {self._peer} could not be posted: {error}")
+        failure = self._post(read, self._agent, remote, local)
+        if failure is not None:
+            self.tear(f"READ from {self._peer} could not be posted: {failure}")
             read.poll()  # raises
         return read
 
     def check(self, read: _NixlRead) -> None:
         """Look after a READ under way; it may be over afterwards."""
         assert self._agent is not None
-        try:
-            for handle in list(read.handles):
-                self._note(read, handle, self._agent.call("check_xfer_state", handle))
-        except TransferFailed as error:
-            self.tear(f"READ from {self._peer} failed: {error}")
-            return
-        self._end_if_done(read)
+        failure = self._look_at(read, self._agent)
+        if failure is not None:
+            self.tear(f"READ from {self._peer} failed: {failure}")
 
     def tear(self, reason: str) -> None:
         """End all READs; no byte arrives after this. The next READ connects anew."""
@@ -136,8 +131,27 @@ class _Link:
         if agent is not None:
             agent.destroy()
 
-    def _post(self, read: _NixlRead, agent: _Agent, remote: np.ndarray, local: np.ndarray) -> None:
+    # These two return what failed in place of raising it: a traceback keeps handles, and so the agent, alive.
+
+    def _look_at(self, read: _NixlRead, agent: _Agent) -> str | None:
+        try:
+            for handle in list(read.handles):
+                self._note(read, handle, agent.call("check_xfer_state", handle))
+        except TransferFailed as error:
+            return str(error)
+        self._end_if_done(read)
+        return None
+
+    def _post(self, read: _NixlRead, agent: _Agent, remote: np.ndarray, local: np.ndarray) -> str | None:
         """One transfer for each rank of the peer and each of its regions that is touched."""
+        try:
+            self._post_all(read, agent, remote, local)
+        except TransferFailed as error:
+            return str(error)
+        self._end_if_done(read)
+        return None
+
+    def _post_all(self, read: _NixlRead, agent: _Agent, remote: np.ndarray, local: np.ndarray) -> None:
         of_region = np.searchsorted(self._first_blocks, remote, side="right") - 1
         for region in np.unique(of_region):
             chosen = of_region == region
@@ -147,7 +161,6 @@ class _Link:
                 )
                 read.handles.append(handle)
                 self._note(read, handle, agent.call("transfer", handle))
-        self._end_if_done(read)
 
     def _open(self) -> _Agent:
         agent = _Agent(self._own_name, [self._region])

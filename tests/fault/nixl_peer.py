@@ -3,8 +3,8 @@
     nixl_peer.py NAME VALUE NUM_BLOCKS BLOCK_BYTES [READ_FROM]
 
 All its blocks hold VALUE. It writes its metadata as a line of hex digits and takes that of a peer the same way, then
-serves; with READ_FROM it reads everything from that peer over and over. It answers each further line with the same
-line and ends with its standard input.
+serves; with READ_FROM it reads everything from that peer over and over, until that fails. It answers each further line
+with the same line and how many READs ended and failed, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def main(name: str, value: str, num_blocks: int, block_bytes: int, read_fr
     await transfers.connect(read_from or "reader", [theirs], CONNECT_TIMEOUT_S)
     reading = read_from and asyncio.create_task(read_everything(transfers, read_from, num_blocks))
     while request := await line():
-        print(request, transfers.counters.reads, flush=True)
+        print(request, transfers.counters.reads, transfers.counters.failed, flush=True)
     if reading:
         reading.cancel()
     await transfers.close()
