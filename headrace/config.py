@@ -110,6 +110,10 @@ class KvSettings(_Section):
         le=1.0,
         description="fraction of hand-offs and prefix fetches whose blocks are checksummed at both ends; tests: 1",
     )
+    require_rdma: bool = Field(
+        default=False,
+        description="do not start without an active RDMA device, and refuse peers on other hosts that it can not reach",
+    )
 
 
 class DirectorySettings(_Section):

@@ -107,15 +107,17 @@ class StaleBlocks(HeadraceError):
 
 
 class LayoutMismatch(HeadraceError):
-    """Two workers whose KV caches can not be exchanged. Names the first field that differs."""
+    """Two workers whose KV caches can not be exchanged. Names the first field that keeps them apart."""
 
     code = Code.FAILED_PRECONDITION
 
-    def __init__(self, field: str, ours: object, theirs: object) -> None:
+    def __init__(self, field: str, ours: object, theirs: object, requirement: str = "") -> None:
         self.field = field
         self.ours = ours
         self.theirs = theirs
-        super().__init__(f"KV layout mismatch in {field}: ours is {ours!r}, the peer's is {theirs!r}")
+        self.requirement = requirement
+        message = f"KV layout mismatch in {field}: ours is {ours!r}, the peer's is {theirs!r}"
+        super().__init__(f"{message}; {requirement}" if requirement else message)
 
 
 class Unavailable(HeadraceError):

@@ -1,6 +1,6 @@
 """The transport over NIXL with UCX underneath: NVLink, RDMA, shared memory (CMA) or TCP, whatever both ends have.
 
-One worker has several NIXL agents around its region:
+One worker has several NIXL agents around its regions:
 
     serving agent     peers read through it; its metadata is what they get
     one per link      our READs from one peer; made at the first READ, destroyed when one fails or at a disconnect
@@ -18,10 +18,10 @@ because, as measured with 1.5.1 (`tests/fault/test_nixl_peer_loss.py` watches ov
 from __future__ import annotations
 
 import logging
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -29,11 +29,8 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import TransferFailed
-from kv_transfer.transport import BlockRegion, Read
-
-# Version, base address, number of blocks, bytes of a block, kind of memory, device; then the agent's own.
-_HEAD = struct.Struct("<4sQQQ4sI")
-_VERSION = b"hrx1"
+from kv_transfer.metadata import Metadata, RemotePart, understood
+from kv_transfer.transport import BlockRegion, Part, Read, check_ids, num_local_blocks
 
 
 def ucx_environment() -> dict[str, str]:
@@ -48,26 +45,22 @@ def ucx_environment() -> dict[str, str]:
 class NixlTransport:
     name = "nixl"
 
-    def __init__(self, incarnation: str, region: BlockRegion) -> None:
+    def __init__(self, incarnation: str, regions: Sequence[BlockRegion]) -> None:
+        self.regions = regions
         self._incarnation = incarnation
-        self._region = region
-        self._serving = _Agent(incarnation, region)
+        self._serving = _Agent(incarnation, regions)
         self._links: dict[str, _Link] = {}
 
     def metadata(self) -> bytes:
-        region = self._region
-        memory, device = _memory(region.device)
-        head = _HEAD.pack(
-            _VERSION, region.address, region.num_blocks, region.block_bytes, memory.encode(), device
-        )
-        return head + self._serving.call("get_agent_metadata")
+        own = self._serving.call("get_agent_metadata")
+        return Metadata(self.name, self._incarnation, tuple(self.regions), own).pack()
 
-    def connect(self, peer: str, metadata: bytes) -> None:
+    def connect(self, peer: str, parts: Sequence[Part]) -> None:
         """Sends nothing: a worker that only serves opens no connection back."""
         known = self._links.get(peer)
-        if known is not None and known.metadata == metadata:
+        if known is not None and known.parts == list(parts):
             return  # a handshake in the other direction; READs under way go on
-        link = _Link(self._incarnation, self._region, peer, metadata)
+        link = _Link(self._incarnation, self.regions[0], peer, parts)
         self.disconnect(peer)
         self._links[peer] = link
 
@@ -75,9 +68,9 @@ class NixlTransport:
         link = self._links.get(peer)
         if link is None:
             raise TransferFailed(f"peer {peer} is not connected")
-        remote = _indices("remote", remote_block_ids, link.num_blocks)
-        local = _indices("local", local_block_ids, self._region.num_blocks)
-        return link.read(remote, local)
+        check_ids("remote", remote_block_ids, link.num_blocks)
+        check_ids("local", local_block_ids, num_local_blocks(self.regions[0]))
+        return link.read(np.asarray(remote_block_ids, np.int32), np.asarray(local_block_ids, np.int32))
 
     def progress(self) -> None:
         self._serving.call("get_new_notifs")
@@ -94,23 +87,18 @@ class NixlTransport:
 
 
 class _Link:
-    """A peer we read from, and the agent for it."""
+    """A peer we read from, all of its ranks, and the agent for it."""
 
-    def __init__(self, incarnation: str, region: BlockRegion, peer: str, metadata: bytes) -> None:
-        if len(metadata) <= _HEAD.size or metadata[: len(_VERSION)] != _VERSION:
-            raise TransferFailed(f"peer {peer} sent metadata that is not of this transport or version")
-        _, address, num_blocks, block_bytes, memory, device = _HEAD.unpack_from(metadata)
-        if block_bytes != region.block_bytes:
-            raise TransferFailed(
-                f"peer {peer} has blocks of {block_bytes} bytes, ours have {region.block_bytes}"
-            )
-        self.metadata = metadata
-        self.num_blocks: int = num_blocks
+    def __init__(self, incarnation: str, region: BlockRegion, peer: str, parts: Sequence[Part]) -> None:
+        self._remote = understood(NixlTransport.name, peer, parts, region)
+        self.parts = list(parts)
+        self.num_blocks = self._remote[0].num_blocks
+        # Region r of the peer begins at block _first_blocks[r].
+        sizes = [each.num_blocks for each in self._remote[0].regions]
+        self._first_blocks = np.cumsum([0, *sizes[:-1]])
         self._peer = peer
         self._own_name = f"{incarnation} reading {peer}"
         self._region = region
-        self._remote_memory: str = memory.decode(errors="replace")
-        self._remote_rows = _rows(address, num_blocks, block_bytes, device)
         self._agent: _Agent | None = None
         self._under_way: set[_NixlRead] = set()
 
@@ -120,21 +108,18 @@ class _Link:
             self._agent = self._open()
         read = _NixlRead(self)
         self._under_way.add(read)
-        try:
-            read.handle = self._agent.make_read(local, remote)
-            self._note(read, self._agent.call("transfer", read.handle))
-        except TransferFailed as error:
-            self.tear(f"READ from {self._peer} could not be posted: {error}")
+        failure = self._post(read, self._agent, remote, local)
+        if failure is not None:
+            self.tear(f"READ from {self._peer} could not be posted: {failure}")
             read.poll()  # raises
         return read
 
     def check(self, read: _NixlRead) -> None:
         """Look after a READ under way; it may be over afterwards."""
         assert self._agent is not None
-        try:
-            self._note(read, self._agent.call("check_xfer_state", read.handle))
-        except TransferFailed as error:
-            self.tear(f"READ from {self._peer} failed: {error}")
+        failure = self._look_at(read, self._agent)
+        if failure is not None:
+            self.tear(f"READ from {self._peer} failed: {failure}")
 
     def tear(self, reason: str) -> None:
         """End all READs; no byte arrives after this. The next READ connects anew."""
@@ -146,28 +131,64 @@ class _Link:
         if agent is not None:
             agent.destroy()
 
-    def _open(self) -> _Agent:
-        agent = _Agent(self._own_name, self._region)
+    # These two return what failed in place of raising it: a traceback keeps handles, and so the agent, alive.
+
+    def _look_at(self, read: _NixlRead, agent: _Agent) -> str | None:
         try:
-            agent.link(self._peer, self.metadata[_HEAD.size :], self._remote_rows, self._remote_memory)
+            for handle in list(read.handles):
+                self._note(read, handle, agent.call("check_xfer_state", handle))
+        except TransferFailed as error:
+            return str(error)
+        self._end_if_done(read)
+        return None
+
+    def _post(self, read: _NixlRead, agent: _Agent, remote: np.ndarray, local: np.ndarray) -> str | None:
+        """One transfer for each rank of the peer and each of its regions that is touched."""
+        try:
+            self._post_all(read, agent, remote, local)
+        except TransferFailed as error:
+            return str(error)
+        self._end_if_done(read)
+        return None
+
+    def _post_all(self, read: _NixlRead, agent: _Agent, remote: np.ndarray, local: np.ndarray) -> None:
+        of_region = np.searchsorted(self._first_blocks, remote, side="right") - 1
+        for region in np.unique(of_region):
+            chosen = of_region == region
+            for rank in range(len(self._remote)):
+                handle = agent.make_read(
+                    rank, int(region), remote[chosen] - self._first_blocks[region], local[chosen]
+                )
+                read.handles.append(handle)
+                self._note(read, handle, agent.call("transfer", handle))
+
+    def _open(self) -> _Agent:
+        agent = _Agent(self._own_name, [self._region])
+        try:
+            for part in self._remote:
+                agent.link(part)
         except TransferFailed as error:
             agent.destroy()
             raise TransferFailed(f"peer {self._peer} can not be connected: {error}") from None
         return agent
 
-    def _note(self, read: _NixlRead, state: str) -> None:
+    def _note(self, read: _NixlRead, handle: Any, state: str) -> None:
         if state == "ERR":
             raise TransferFailed("state ERR")
         if state == "DONE":
+            read.handles.remove(handle)
+            _quietly(handle.release)
+
+    def _end_if_done(self, read: _NixlRead) -> None:
+        if not read.handles:
             read.done = True
-            read.release()
             self._under_way.discard(read)
 
 
 class _NixlRead:
     def __init__(self, link: _Link) -> None:
         self._link = link
-        self.handle: Any = None  # NIXL's
+        self.handles: list[Any] = []  # NIXL's, of transfers under way
         self.done = False
         self.failure: str | None = None
 
@@ -179,30 +200,26 @@ class _NixlRead:
         return self.done
 
     def release(self) -> None:
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            _quietly(handle.release)
+        while self.handles:
+            _quietly(self.handles.pop().release)
 
 
 class _Agent:
-    """A NIXL agent with the region registered, in a box that can be emptied.
+    """A NIXL agent with regions registered, in a box that can be emptied."""
 
-    NIXL destroys an agent when nothing refers to it any more. So it stays in here, with its prepared lists, and no
-    exception leaves that carries frames of NIXL.
-    """
-
-    def __init__(self, name: str, region: BlockRegion) -> None:
+    def __init__(self, name: str, regions: Sequence[BlockRegion]) -> None:
+        """Raises TransferFailed."""
         from nixl._api import nixl_agent, nixl_agent_config  # imports torch
 
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on standard output
-        self._region = region
-        self._memory, self._device = _memory(region.device)
-        self._local_blocks: Any = None
-        self._remote_blocks: Any = None
+        self._region = regions[0]
+        self._prepared: list[_Prepared] = []  # by rank of the peer
         self._nixl: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-        self._registered: Any = self.call(
-            "register_memory", [(region.address, region.nbytes, self._device, "kv")], self._memory
-        )
+        self._registered: list[Any] = []
+        for region in regions:
+            memory, device = _memory(region.device)
+            rows = [(region.address, region.nbytes, device, "kv")]
+            self._registered.append(self.call("register_memory", rows, memory))
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the agent. Raises TransferFailed for whatever NIXL raises."""
@@ -213,49 +230,76 @@ class _Agent:
         del arguments  # the traceback shall not keep handles alive
         raise TransferFailed(reason)
 
-    def link(self, peer: str, metadata: bytes, rows: np.ndarray, memory: str) -> None:
-        """Prepare READs from the peer's blocks, `rows` (as of `_rows`) of that kind of memory."""
-        name = self.call("add_remote_agent", metadata)
+    def link(self, part: RemotePart) -> None:
+        """Prepare READs from one rank of a peer."""
+        name = self.call("add_remote_agent", part.own)
         name = name.decode() if isinstance(name, bytes) else name
-        if name != peer:
+        if name != part.name:
             raise TransferFailed(f"it sent the metadata of {name}")
-        region = self._region
-        own_rows = _rows(region.address, region.num_blocks, region.block_bytes, self._device)
-        self._local_blocks = self.call("prep_xfer_dlist", "NIXL_INIT_AGENT", own_rows, self._memory)
-        self._remote_blocks = self.call("prep_xfer_dlist", peer, rows, memory)
+        piece, own = part.slice, self._region
+        prepared = _Prepared(piece.count)
+        self._prepared.append(prepared)
+        runs = piece.local_offset + piece.local_stride * np.arange(piece.count, dtype=np.uint64)
+        prepared.local = self._prepare("NIXL_INIT_AGENT", own, num_local_blocks(own), runs, piece.nbytes)
+        runs = piece.remote_offset + piece.remote_stride * np.arange(piece.count, dtype=np.uint64)
+        for region in part.regions:
+            prepared.remote.append(self._prepare(name, region, region.num_blocks, runs, piece.nbytes))
 
-    def make_read(self, local: np.ndarray, remote: np.ndarray) -> Any:
-        """A handle to be given to `transfer`, for blocks by index."""
-        return self.call("make_prepped_xfer", "READ", self._local_blocks, local, self._remote_blocks, remote)
+    def make_read(self, rank: int, region: int, remote: np.ndarray, local: np.ndarray) -> Any:
+        """A handle to be given to `transfer`, for blocks by index within the region."""
+        lists = self._prepared[rank]
+        ours, theirs = _runs_of(local, lists.count), _runs_of(remote, lists.count)
+        return self.call("make_prepped_xfer", "READ", lists.local, ours, lists.remote[region], theirs)
 
     def destroy(self) -> None:
         """After this, nothing is read, written or served by the agent. Handles must have been released."""
         if self._nixl is None:
             return
         destroyed = weakref.ref(self._nixl.agent)
-        for blocks in (self._local_blocks, self._remote_blocks):
-            if blocks is not None:
-                _quietly(blocks.release)
-        blocks = self._local_blocks = self._remote_blocks = None
-        _quietly(lambda: self._nixl.deregister_memory(self._registered))
-        self._nixl = self._registered = None
+        for lists in self._prepared:
+            lists.release()
+        self._prepared.clear()
+        while self._registered:
+            _quietly(lambda: self._nixl.deregister_memory(self._registered.pop()))
+        self._nixl = None
         assert destroyed() is None, "somebody still refers to the agent: it may write into our blocks"
 
+    def _prepare(
+        self, agent: str, region: BlockRegion, num_blocks: int, runs: np.ndarray, nbytes: int
+    ) -> Any:
+        """NIXL's descriptors, in the order of blocks and then of runs: address, length, device."""
+        memory, device = _memory(region.device)
+        blocks = np.uint64(region.address) + np.uint64(region.block_bytes) * np.arange(
+            num_blocks, dtype=np.uint64
+        )
+        rows = np.empty((num_blocks * len(runs), 3), dtype=np.uint64)
+        rows[:, 0] = (blocks[:, None] + runs.astype(np.uint64)).ravel()
+        rows[:, 1] = nbytes
+        rows[:, 2] = device
+        return self.call("prep_xfer_dlist", agent, rows, memory)
 
-def _rows(address: int, num_blocks: int, block_bytes: int, device: int) -> np.ndarray:
-    """NIXL's descriptors, one per block: address, length, device."""
-    rows = np.empty((num_blocks, 3), dtype=np.uint64)
-    rows[:, 0] = np.uint64(address) + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
-    rows[:, 1] = block_bytes
-    rows[:, 2] = device
-    return rows
+
+@dataclass(slots=True)
+class _Prepared:
+    """NIXL's prepared descriptors for the READs from one rank, `count` of them per block."""
+
+    count: int
+    local: Any = None
+    remote: list[Any] = field(default_factory=list[Any])  # by region
+
+    def release(self) -> None:
+        for descriptors in (self.local, *self.remote):
+            if descriptors is not None:
+                _quietly(descriptors.release)
+        self.local = None  # it refers to the agent
+        self.remote.clear()
 
 
-def _indices(side: str, block_ids: Sequence[int], num_blocks: int) -> np.ndarray:
-    for block_id in block_ids:
-        if not 0 <= block_id < num_blocks:
-            raise TransferFailed(f"{side} block {block_id} does not exist; there are {num_blocks}")
-    return np.asarray(block_ids, dtype=np.int32)
+def _runs_of(blocks: np.ndarray, count: int) -> np.ndarray:
+    """Indices of all runs of the blocks."""
+    if count == 1:
+        return blocks.astype(np.int32)
+    return (blocks[:, None] * count + np.arange(count)).ravel().astype(np.int32)
 
 
 def _memory(device: str) -> tuple[str, int]:

@@ -14,12 +14,15 @@ import grpc
 import structlog
 
 from headrace.config import KvSettings, RpcSettings
-from headrace.errors import HeadraceError, LayoutMismatch, WorkerGone
+from headrace.errors import HeadraceError, LayoutMismatch, TransferFailed, WorkerGone
 from headrace.rpc.channel import open_channel
 from headrace.rpc.status import from_rpc_error
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
+from kv_transfer.carrier import Carrier, Host, carrier_between
 from kv_transfer.layout import KvLayout
-from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.slices import pairing
+from kv_transfer.transfer_thread import Probe, TransferThread
+from kv_transfer.transport import Part
 
 log = structlog.get_logger()
 
@@ -32,6 +35,8 @@ class Peer:
     incarnation: str
     channel: grpc.aio.Channel
     stub: kv_pb2_grpc.KvExchangeStub
+    carrier: Carrier
+    probe: Probe
 
 
 class Peers:
@@ -44,12 +49,14 @@ class Peers:
         transfers: TransferThread,
         kv: KvSettings,
         rpc: RpcSettings,
+        host: Host,
     ) -> None:
         self.own = own
         self.layout = layout
         self.transfers = transfers
         self._kv = kv
         self._rpc = rpc
+        self._host = host
         self._opening: dict[str, asyncio.Task[Peer]] = {}
         self._incarnations: dict[str, str] = {}  # worker id to the incarnation last seen
         self._refusals: dict[
@@ -75,16 +82,20 @@ class Peers:
                 f"{self.own.worker_id} is incarnation {self.own.incarnation}, not {request.expected_incarnation}"
             )
         ref = request.self
-        self._check_layout(ref.worker_id, request.layout)
+        parts, _ = self._compared(ref.worker_id, request)
         await self._replace_incarnation(ref.worker_id, ref.incarnation)
-        await self.transfers.connect(ref.incarnation, request.transport_metadata, self._kv.connect_timeout_s)
+        await self.transfers.connect(ref.incarnation, parts, self._kv.connect_timeout_s)
         return kv_pb2.HandshakeResponse(
-            self=self.own, layout=self.layout.to_proto(), transport_metadata=await self.transfers.metadata()
+            self=self.own,
+            layout=self.layout.to_proto(),
+            transport_metadata=[await self.transfers.metadata()],
+            host=self._host.to_proto(),
         )
 
     def bytes_per_s(self, incarnation: str) -> float:
         """Of READs from this peer, as measured; 0 while there were none."""
-        return self.transfers.bytes_per_s(incarnation)
+        link = self.transfers.links.get(incarnation)
+        return (link.rate.bytes_per_s or 0.0) if link is not None else 0.0
 
     @property
     def refusals(self) -> Mapping[str, LayoutMismatch]:
@@ -100,6 +111,9 @@ class Peers:
                 incarnation=peer.incarnation,
                 connected=True,
                 bytes_per_s=self.bytes_per_s(peer.incarnation),
+                transport=peer.carrier.transport,
+                device=peer.carrier.device,
+                block_latency_s=peer.probe.latency_s,
             )
             for peer in connected
         ] + [
@@ -129,21 +143,7 @@ class Peers:
         await self._replace_incarnation(ref.worker_id, ref.incarnation)
         channel = open_channel(ref.address, self._rpc)
         try:
-            stub = kv_pb2_grpc.KvExchangeStub(channel)
-            answer: kv_pb2.HandshakeResponse = await stub.Handshake(
-                kv_pb2.HandshakeRequest(
-                    self=self.own,
-                    expected_incarnation=ref.incarnation,
-                    layout=self.layout.to_proto(),
-                    transport_metadata=await self.transfers.metadata(),
-                ),
-                timeout=self._kv.connect_timeout_s,
-                wait_for_ready=False,
-            )
-            self._check_layout(ref.worker_id, answer.layout)
-            await self.transfers.connect(
-                ref.incarnation, answer.transport_metadata, self._kv.connect_timeout_s
-            )
+            return await self._shake_hands(ref, channel)
         except grpc.aio.AioRpcError as error:
             await channel.close()
             refusal = from_rpc_error(error, ref.worker_id)
@@ -153,19 +153,83 @@ class Peers:
         except BaseException:
             await channel.close()
             raise
-        log.info(
-            "peer connected", peer=ref.worker_id, incarnation=ref.incarnation, transport=self.layout.transport
-        )
-        return Peer(ref.worker_id, ref.incarnation, channel, stub)
 
-    def _check_layout(self, worker_id: str, theirs: kv_pb2.Layout) -> None:
-        """Raises LayoutMismatch, and remembers it for as long as the worker is there."""
+    async def _shake_hands(self, ref: worker_pb2.PeerRef, channel: grpc.aio.Channel) -> Peer:
+        stub = kv_pb2_grpc.KvExchangeStub(channel)
+        answer: kv_pb2.HandshakeResponse = await stub.Handshake(
+            kv_pb2.HandshakeRequest(
+                self=self.own,
+                expected_incarnation=ref.incarnation,
+                layout=self.layout.to_proto(),
+                transport_metadata=[await self.transfers.metadata()],
+                host=self._host.to_proto(),
+            ),
+            timeout=self._kv.connect_timeout_s,
+            wait_for_ready=False,
+        )
+        parts, carrier = self._compared(ref.worker_id, answer)
+        await self.transfers.connect(ref.incarnation, parts, self._kv.connect_timeout_s)
+        probe = await self._probe(ref)
+        log.info(
+            "peer connected",
+            peer=ref.worker_id,
+            incarnation=ref.incarnation,
+            transport=carrier.transport,
+            device=carrier.device,
+            first_read_s=probe.first_s,
+            latency_s=probe.latency_s,
+            bytes_per_s=probe.bytes_per_s,
+        )
+        return Peer(ref.worker_id, ref.incarnation, channel, stub, carrier, probe)
+
+    async def _probe(self, ref: worker_pb2.PeerRef) -> Probe:
+        """Make the connection and measure it. A failure tears it down: a READ may still be under way."""
+        timeout_s = self._kv.connect_timeout_s
         try:
-            self.layout.check(KvLayout.from_proto(theirs))
+            async with asyncio.timeout(timeout_s):
+                return await self.transfers.probe(ref.incarnation)
+        except TimeoutError:
+            await self.transfers.disconnect(ref.incarnation)
+            raise TransferFailed(f"{ref.worker_id} let no block be read within {timeout_s:g} s") from None
+        except BaseException:
+            await self.transfers.disconnect(ref.incarnation)
+            raise
+
+    def _parts(self, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse) -> list[Part]:
+        """Of each rank of the peer that we read from. Raises LayoutMismatch."""
+        theirs = KvLayout.from_proto(introduction.layout)
+        slices = pairing(self.layout, theirs)
+        if len(introduction.transport_metadata) != theirs.tp_size:
+            raise TransferFailed(
+                f"{introduction.self.worker_id} has {theirs.tp_size} ranks and sent the transport metadata of"
+                f" {len(introduction.transport_metadata)}"
+            )
+        return [Part(introduction.transport_metadata[piece.owner_rank], piece) for piece in slices]
+
+    def _carrier(self, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse) -> Carrier:
+        """What will carry the bytes. Raises LayoutMismatch where it would be TCP and must not."""
+        theirs = Host.from_proto(introduction.host)
+        carrier = carrier_between(self._host, theirs, self.layout.transport)
+        if self._kv.require_rdma and carrier.transport == "tcp":
+            raise LayoutMismatch(
+                "rdma_devices",
+                self._host.described(),
+                theirs.described(),
+                "kv.require_rdma asks for a kind of link that both have, or for one host",
+            )
+        return carrier
+
+    def _compared(
+        self, worker_id: str, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse
+    ) -> tuple[list[Part], Carrier]:
+        """What is read of the peer, and over what. A LayoutMismatch is raised, and remembered while the worker lives."""
+        try:
+            found = self._parts(introduction), self._carrier(introduction)
         except LayoutMismatch as mismatch:
             self._refusals[worker_id] = mismatch
             raise
         self._refusals.pop(worker_id, None)
+        return found
 
     async def _replace_incarnation(self, worker_id: str, incarnation: str) -> None:
         old = self._incarnations.get(worker_id)

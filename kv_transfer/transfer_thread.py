@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ from typing import Any, TypeVar
 import structlog
 
 from headrace.errors import HeadraceError, TransferFailed, Unavailable
-from kv_transfer.transport import Read, Transport
+from kv_transfer.links import FailureReason, LinkStats
+from kv_transfer.transport import Part, Read, Transport
 
 log = structlog.get_logger()
 
@@ -35,6 +37,8 @@ _MIN_SLEEP_S = 20e-6  # between polls while a READ is under way, doubling up to 
 _MAX_SLEEP_S = 1e-3
 _CONNECTED_WAIT_S = 2e-3  # peers read from us: their READs progress when we look
 _ALONE_WAIT_S = 0.1
+_MAX_LINKS = 1024  # peers whose counters are kept, those that are gone included
+_NUM_TIMED_PROBES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,15 @@ class TransferCounters:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a few READs of one block said about the way to a peer."""
+
+    first_s: float  # of the first one, which makes the connection
+    latency_s: float  # of one block, the median of those after it
+    bytes_per_s: float  # of one block in that time
+
+
 class Transfer:
     """One READ. `done` gets its stats, or TransferFailed; cancelling it does not stop the READ."""
 
@@ -62,6 +75,7 @@ class Transfer:
         self.local_block_ids = list(local_block_ids)
         self.done: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(_retrieve)
+        self.is_probe = False
         self._over = asyncio.Event()
 
     async def settled(self) -> None:
@@ -87,20 +101,19 @@ class _Running:
 
 
 class TransferThread:
-    """Used on one event loop. `factory` runs on the thread and makes a transport for blocks of `block_bytes`."""
+    """Used on one event loop. `factory` runs on the thread and makes the transport."""
 
-    def __init__(self, factory: Callable[[], Transport], block_bytes: int) -> None:
+    def __init__(self, factory: Callable[[], Transport]) -> None:
         self._factory = factory
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any] | None]] = queue.SimpleQueue()
         self._running: list[_Running] = []
-        self._peers: set[str] = set()
+        self._peers: dict[str, int] = {}  # connected, with the descriptors of one block
         self._closing = False
         self._door = threading.Lock()  # nothing enters the queue once `_closing` is set
         self._transport: Transport
-        self._block_bytes = block_bytes
+        self._links: dict[str, LinkStats] = {}
         self.counters = TransferCounters()
-        self._bytes_per_s: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     async def start(self) -> None:
@@ -111,14 +124,34 @@ class TransferThread:
     async def metadata(self) -> bytes:
         return await self._call(lambda: self._transport.metadata(), _COMMAND_TIMEOUT_S)
 
-    async def connect(self, peer: str, metadata: bytes, timeout_s: float) -> None:
+    @property
+    def links(self) -> dict[str, LinkStats]:
+        """What is known of each peer, by incarnation."""
+        return self._links.copy()
+
+    async def connect(self, peer: str, parts: Sequence[Part], timeout_s: float) -> None:
         """Raises TransferFailed."""
 
         def command() -> None:
-            self._transport.connect(peer, metadata)
-            self._peers.add(peer)
+            self._transport.connect(peer, parts)
+            self._peers[peer] = sum(part.slice.count for part in parts)
+            self._note_link(peer)
 
         await self._call(command, timeout_s)
+
+    async def probe(self, peer: str) -> Probe:
+        """Read block 0 of the peer a few times into our scratch block. The caller sees to the deadline, and disconnects
+        when this fails or is cancelled: a READ may still be under way. Raises TransferFailed.
+        """
+        seconds: list[float] = []
+        for _ in range(1 + _NUM_TIMED_PROBES):
+            transfer = Transfer(peer, [0], [self._transport.regions[0].num_blocks])
+            transfer.is_probe = True
+            self._start(transfer)
+            stats = await transfer.done
+            seconds.append(stats.seconds)
+        latency_s = statistics.median(seconds[1:])
+        return Probe(seconds[0], latency_s, self._block_bytes / latency_s)
 
     async def disconnect(self, peer: str) -> None:
         """All READs from the peer are over afterwards. Nothing for an unknown peer."""
@@ -128,13 +161,8 @@ class TransferThread:
         """Start a READ of equally many blocks."""
         assert len(remote_block_ids) == len(local_block_ids)
         transfer = Transfer(peer, remote_block_ids, local_block_ids)
-        if not self._send(lambda: self._post(transfer), None):
-            transfer.finish(TransferFailed(_CLOSED))
+        self._start(transfer)
         return transfer
-
-    def bytes_per_s(self, peer: str) -> float:
-        """Of READs from the peer, lately; 0 while there were none."""
-        return self._bytes_per_s.get(peer, 0.0)
 
     async def close(self) -> None:
         """End all READs and the thread."""
@@ -144,6 +172,10 @@ class TransferThread:
             await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 log.error("transfer thread did not stop in time", seconds=_CLOSE_TIMEOUT_S)
+
+    def _start(self, transfer: Transfer) -> None:
+        if not self._send(lambda: self._post(transfer), None):
+            transfer.finish(TransferFailed(_CLOSED))
 
     async def _call(self, command: Callable[[], T], timeout_s: float) -> T:
         future: Future[T] = Future()
@@ -192,6 +224,16 @@ class TransferThread:
         """The first command."""
         self._transport = self._factory()
 
+    @property
+    def _block_bytes(self) -> int:
+        return self._transport.regions[0].block_bytes
+
+    def _note_link(self, peer: str) -> None:
+        self._links.setdefault(peer, LinkStats())
+        gone = [name for name in self._links if name not in self._peers]
+        for name in gone[: max(0, len(self._links) - _MAX_LINKS)]:
+            del self._links[name]
+
     def _execute_commands(self, wait_s: float) -> None:
         try:
             command, future = self._commands.get(block=wait_s > 0, timeout=wait_s)
@@ -204,12 +246,12 @@ class TransferThread:
     def _post(self, transfer: Transfer) -> None:
         posted_at = time.perf_counter()
         if self._closing:
-            self._report(transfer, TransferFailed(_CLOSED))
+            self._report_failure(transfer, TransferFailed(_CLOSED), FailureReason.CLOSED)
             return
         try:
             read = self._transport.read(transfer.peer, transfer.remote_block_ids, transfer.local_block_ids)
         except Exception as error:  # noqa: BLE001 - this READ fails, the thread goes on
-            self._report(transfer, self._as_failure(error, transfer.peer))
+            self._fail(transfer, error, FailureReason.POST)
             return
         self._running.append(_Running(transfer, read, posted_at))
 
@@ -228,44 +270,58 @@ class TransferThread:
             if not running.read.poll():
                 return False
         except Exception as error:  # noqa: BLE001 - as above
-            self._report(running.transfer, self._as_failure(error, running.transfer.peer))
+            self._fail(running.transfer, error, FailureReason.READ)
             return True
         seconds = time.perf_counter() - running.posted_at
         num_bytes = len(running.transfer.local_block_ids) * self._block_bytes
-        self._report(running.transfer, TransferStats(num_bytes, seconds))
+        self._report_success(running.transfer, TransferStats(num_bytes, seconds))
         return True
 
-    def _as_failure(self, error: Exception, peer: str) -> TransferFailed:
+    def _fail(self, transfer: Transfer, error: Exception, reason: FailureReason) -> None:
         """Only TransferFailed says that a READ is over. After anything else the peer is torn down to make it so."""
-        if isinstance(error, TransferFailed):
-            return error
-        log.error("transport raised what it should not; disconnecting", peer=peer, exc_info=error)
-        self._transport.disconnect(peer)
-        return TransferFailed(f"unexpected: {error!r}")
+        if not isinstance(error, TransferFailed):
+            log.error(
+                "transport raised what it should not; disconnecting", peer=transfer.peer, exc_info=error
+            )
+            self._transport.disconnect(transfer.peer)
+            error, reason = TransferFailed(f"unexpected: {error!r}"), FailureReason.UNEXPECTED
+        self._report_failure(transfer, error, reason)
 
     def _disconnect(self, peer: str) -> None:
-        self._peers.discard(peer)
+        self._peers.pop(peer, None)
         self._transport.disconnect(peer)
-        self._abandon(
-            [running for running in self._running if running.transfer.peer == peer], "was disconnected"
-        )
+        its = [running for running in self._running if running.transfer.peer == peer]
+        self._abandon(its, "was disconnected", FailureReason.DISCONNECTED)
 
-    def _abandon(self, runnings: list[_Running], why: str) -> None:
+    def _abandon(self, runnings: list[_Running], why: str, reason: FailureReason) -> None:
         for running in runnings:
             self._running.remove(running)
             running.read.release()
-            self._report(running.transfer, TransferFailed(f"peer {running.transfer.peer} {why}"))
+            error = TransferFailed(f"peer {running.transfer.peer} {why}")
+            self._report_failure(running.transfer, error, reason)
 
-    def _report(self, transfer: Transfer, result: TransferStats | HeadraceError) -> None:
-        self.counters.reads += 1
-        if isinstance(result, TransferStats):
-            self.counters.bytes += result.bytes
-            self.counters.seconds += result.seconds
-            rate = result.bytes / max(result.seconds, 1e-9)
-            known = self._bytes_per_s.get(transfer.peer, rate)
-            self._bytes_per_s[transfer.peer] = known + 0.3 * (rate - known)
-        else:
+    def _report_success(self, transfer: Transfer, stats: TransferStats) -> None:
+        link = self._links[transfer.peer]
+        link.rate.add(stats.bytes, stats.seconds)
+        if not transfer.is_probe:
+            for counters in (self.counters, link):
+                counters.reads += 1
+                counters.bytes += stats.bytes
+                counters.seconds += stats.seconds
+            link.descriptors += len(transfer.local_block_ids) * self._peers.get(transfer.peer, 1)
+        self._tell(transfer, stats)
+
+    def _report_failure(self, transfer: Transfer, error: TransferFailed, reason: FailureReason) -> None:
+        if (link := self._links.get(transfer.peer)) is not None:
+            link.failures[reason] += 1
+        if not transfer.is_probe:
+            self.counters.reads += 1
             self.counters.failed += 1
+            if link is not None:
+                link.reads += 1
+        self._tell(transfer, error)
+
+    def _tell(self, transfer: Transfer, result: TransferStats | HeadraceError) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(transfer.finish, result)
 
@@ -273,7 +329,7 @@ class TransferThread:
         try:
             if hasattr(self, "_transport"):
                 self._transport.close()  # after this, no READ can write
-                self._abandon(list(self._running), "is read no more: " + _CLOSED)
+                self._abandon(list(self._running), "is read no more: " + _CLOSED, FailureReason.CLOSED)
         finally:
             self._refuse_commands()
 

@@ -1,8 +1,11 @@
 """The transport seam: one-sided READs of KV blocks from a peer's registered memory into ours.
 
-One block is one descriptor: block `i` lies at `base + i * block_bytes`, contiguous, on both sides. A transport is
-created around one registered region and used by one thread only (`kv_transfer.transfer_thread`); nothing here is
-thread-safe.
+A transport is created around a list of regions, the device's pool first. Block ids number through them: with n0 blocks
+in region 0 and n1 in region 1, ids 0 .. n0-1 lie in region 0 and n0 .. n0+n1-1 in region 1. Block `i` of a region lies
+at `address + i * block_bytes`. A READ takes blocks of any region of the peer and lands in region 0 of ours. With equal
+tensor parallelism one block is one descriptor; else each rank of the peer gives its slice of a block.
+
+Used by one thread only (`kv_transfer.transfer_thread`); nothing here is thread-safe.
 
 Implementations: `nixl` (UCX: NVLink, RDMA, shared memory, TCP), `local` (in-process), `faulty` (wraps another one).
 """
@@ -13,19 +16,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from headrace.errors import TransferFailed
+from kv_transfer.slices import Slice
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRegion:
-    """Host or device memory that holds `num_blocks` blocks of `block_bytes` each. The owner keeps it alive."""
+    """Host or device memory that holds `num_blocks` blocks of `block_bytes` each. The owner keeps it alive.
+
+    Behind them lie `num_scratch` more that peers never see and no pool hands out: targets of READs whose bytes nobody
+    wants.
+    """
 
     address: int
     num_blocks: int
     block_bytes: int
     device: str = "cpu"  # "cpu" or "cuda:N"
+    num_scratch: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return (self.num_blocks + self.num_scratch) * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank of a peer: its metadata, and which bytes of its blocks go where in ours."""
+
+    metadata: bytes
+    slice: Slice
 
 
 class Read(Protocol):
@@ -42,13 +61,14 @@ class Read(Protocol):
 
 class Transport(Protocol):
     name: str
+    regions: Sequence[BlockRegion]
 
     def metadata(self) -> bytes:
-        """What a peer needs in order to read from our region."""
+        """What a peer needs in order to read from our regions."""
         ...
 
-    def connect(self, peer: str, metadata: bytes) -> None:
-        """Make the peer's region readable. `peer` is its incarnation. Raises TransferFailed."""
+    def connect(self, peer: str, parts: Sequence[Part]) -> None:
+        """Make the peer's regions readable. `peer` is its incarnation. Raises TransferFailed."""
         ...
 
     def read(self, peer: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Read:
@@ -64,3 +84,15 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def check_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> None:
+    """Raises TransferFailed naming the first block that does not exist."""
+    for block_id in block_ids:
+        if not 0 <= block_id < num_blocks:
+            raise TransferFailed(f"{side} block {block_id} does not exist; there are {num_blocks}")
+
+
+def num_local_blocks(region: BlockRegion) -> int:
+    """How many blocks a READ of ours may name as targets."""
+    return region.num_blocks + region.num_scratch

@@ -19,8 +19,9 @@ import numpy as np
 
 from kv_transfer.nixl_transport import ucx_environment
 from kv_transfer.registry import create_transport
+from kv_transfer.slices import Slice
 from kv_transfer.transfer_thread import TransferThread
-from kv_transfer.transport import BlockRegion
+from kv_transfer.transport import BlockRegion, Part
 
 BLOCK_BYTES = 737_280  # 32 tokens of SmolLM2-135M in bfloat16
 NUM_BLOCKS = 64
@@ -37,9 +38,9 @@ def region() -> tuple[np.ndarray, BlockRegion]:
 async def serve(pipe: Connection) -> None:
     """The owner: be read from until the reader is done."""
     memory, blocks = region()
-    thread = TransferThread(lambda: create_transport("nixl", "owner", blocks), BLOCK_BYTES)
+    thread = TransferThread(lambda: create_transport("nixl", "owner", [blocks]))
     await thread.start()
-    await thread.connect("reader", pipe.recv(), TIMEOUT_S)
+    await thread.connect("reader", [Part(pipe.recv(), Slice.whole(BLOCK_BYTES))], TIMEOUT_S)
     pipe.send(await thread.metadata())
     await asyncio.to_thread(pipe.recv)
     await thread.close()
@@ -52,10 +53,11 @@ def owner(pipe: Connection) -> None:
 
 async def read(pipe: Connection) -> None:
     memory, blocks = region()
-    thread = TransferThread(lambda: create_transport("nixl", "reader", blocks), BLOCK_BYTES)
+    thread = TransferThread(lambda: create_transport("nixl", "reader", [blocks]))
     await thread.start()
     pipe.send(await thread.metadata())
-    await thread.connect("owner", await asyncio.to_thread(pipe.recv), TIMEOUT_S)
+    theirs = Part(await asyncio.to_thread(pipe.recv), Slice.whole(BLOCK_BYTES))
+    await thread.connect("owner", [theirs], TIMEOUT_S)
 
     async def measured(num_blocks: int) -> float:
         ids = list(range(num_blocks))

@@ -63,15 +63,17 @@ def _workers(
 
 def _links(answers: list[worker_pb2.StatusResponse | None]) -> Table:
     table = Table(title="exchange of KV blocks", title_justify="left", box=SIMPLE_HEAD)
-    for column in ("reader", "owner", "state", "measured"):
+    for column in ("reader", "owner", "state", "over", "one block", "measured"):
         table.add_column(column)
     for answer in answers:
         if answer is None:
             continue
         for peer in answer.peers:
-            measured = f"{peer.bytes_per_s / 1e9:.2f} GB/s" if peer.bytes_per_s else "-"
             state = f"[red]{escape(peer.refusal)}[/]" if peer.refusal else "connected"
-            table.add_row(answer.worker_id, peer.worker_id, state, measured)
+            over = f"{peer.transport} {peer.device}".strip() or "-"
+            latency = f"{peer.block_latency_s * 1e3:.2f} ms" if peer.connected else "-"
+            measured = f"{peer.bytes_per_s / 1e9:.2f} GB/s" if peer.bytes_per_s else "-"
+            table.add_row(answer.worker_id, peer.worker_id, state, over, latency, measured)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -47,13 +48,23 @@ class WorkerCollector(Collector):
             "headrace_kv_expired_leases", "Holds that ended by their deadline", load.expired_holds
         )
         yield from self._blocks()
+        yield from self._peers_now()
+
+    def _peers_now(self) -> Iterable[Metric]:
         bandwidth = GaugeMetricFamily(
             "headrace_kv_link_bytes_per_second", "Measured, of READs from a peer", labels=["peer"]
         )
+        peers = GaugeMetricFamily(
+            "headrace_kv_peers", "Connected peers by what carries the bytes", labels=["transport", "device"]
+        )
+        carriers: Counter[tuple[str, str]] = Counter()
         for peer in self._peers.statuses():
             if peer.connected:
                 bandwidth.add_metric([peer.worker_id], peer.bytes_per_s)
-        yield bandwidth
+                carriers[peer.transport, peer.device] += 1
+        for carrier, count in carriers.items():
+            peers.add_metric(carrier, count)
+        yield from (bandwidth, peers)
 
     def _blocks(self) -> Iterable[Metric]:
         """From the last audit: walking the pool is for idle moments."""

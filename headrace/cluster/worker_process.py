@@ -9,8 +9,9 @@ Three threads do the work: the engine's, the transfer's, and the event loop for 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any
@@ -43,6 +44,7 @@ from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
+from kv_transfer.carrier import Host
 from kv_transfer.layout import KvLayout
 from kv_transfer.leased_reads import ReadContext
 from kv_transfer.metrics import KvMetrics
@@ -62,7 +64,7 @@ _SERVER_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.05
 _MAX_HOLDS_SHOWN = 100
 
-MakeTransport = Callable[[str, str, BlockRegion], Transport]  # name, incarnation, region
+MakeTransport = Callable[[str, str, Sequence[BlockRegion]], Transport]  # name, incarnation, regions
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -119,6 +121,9 @@ class WorkerProcess:
 
     async def _start(self) -> str:
         settings = self._settings
+        self._host = Host.find(os.environ)
+        if settings.kv.require_rdma:
+            self._host.require_rdma()
         self._report("obtaining the model")
         files = await asyncio.to_thread(resolve, settings.model.ref, cache_dir=settings.model.cache_dir)
         self._files = files.with_limit(settings.model.max_model_tokens)
@@ -160,9 +165,11 @@ class WorkerProcess:
 
     async def _start_transfers(self) -> None:
         kv = self._settings.kv
-        region = BlockRegion(self._cache.address, self._cache.num_blocks, self._cache.block_bytes)
+        pool = BlockRegion(
+            self._cache.address, self._cache.num_blocks, self._cache.block_bytes, num_scratch=1
+        )
         self._transfers = TransferThread(
-            lambda: self._make_transport(kv.transport, self._incarnation, region), region.block_bytes
+            lambda: self._make_transport(kv.transport, self._incarnation, [pool])
         )
         self._cleanup.push_async_callback(self._transfers.close)
         await self._transfers.start()
@@ -174,7 +181,7 @@ class WorkerProcess:
         """Everything that others see of this worker, the directory last."""
         settings = self._settings
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
-        self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc)
+        self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc, self._host)
         metrics = self._serve_metrics()
         reads = ReadContext(
             self._peers, settings.kv, SystemClock(), self._cache.checksums, metrics, self._own
@@ -257,8 +264,8 @@ class WorkerProcess:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=self._cache.dtype_name,
+            row_bytes=self._cache.row_bytes,
             block_size_tokens=self._settings.engine.block_size_tokens,
-            tp_size=1,
             transport=self._settings.kv.transport,
         )
 

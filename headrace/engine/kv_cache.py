@@ -8,7 +8,8 @@ A row is one head's key or value of one token: head_dim numbers in the dtype tha
     "fp8"   head_dim bytes: e4m3, saturating at 448
     "int8"  head_dim bytes, then their scale in fp32: the largest magnitude / 127
 
-So a block carries all that it takes to read it. Letters in tensor names: T tokens, K KV heads, D head dimension, C
+So a block carries all that it takes to read it. Behind the last block lies one more that is in no pool: scratch, for
+measuring the way to other caches. Letters in tensor names: T tokens, K KV heads, D head dimension, C
 positions of n blocks (n * block_size).
 """
 
@@ -43,16 +44,19 @@ class KvCache:
         stored, width = _row(config.head_dim, dtype, quantization)
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size_tokens, width)
         # Pages of zeros that the system hands out on first touch: page-aligned, and no start-up time per gigabyte.
+        num_values = math.prod(shape)
+        scratch = math.prod(shape[1:])
         memory = mmap.mmap(
-            -1, math.prod(shape) * stored.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            -1, (num_values + scratch) * stored.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
-        self.tensor = torch.frombuffer(memory, dtype=stored).view(shape)
+        self.tensor = torch.frombuffer(memory, dtype=stored, count=num_values).view(shape)
         self.dtype = dtype
         self.quantization = quantization
         self.head_dim = config.head_dim
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
         self.block_bytes = self.tensor[0].nbytes
+        self.row_bytes = width * stored.itemsize
         self.address = self.tensor.data_ptr()
         self.dtype_name = str(dtype).removeprefix("torch.") if quantization == "none" else quantization
 

@@ -239,7 +239,7 @@ def test_a_worker_with_another_model_is_refused_at_the_handshake(trio, fleet, tm
     )
 
     with grpc.insecure_channel(stranger.address) as channel:
-        layout = kv_pb2.Layout(schema_version=1, model_fingerprint="another")
+        layout = kv_pb2.Layout(schema_version=2, model_fingerprint="another")
         handshake = kv_pb2.HandshakeRequest(
             self=worker_pb2.PeerRef(worker_id="x", incarnation="y"),
             expected_incarnation=status.incarnation,

@@ -14,6 +14,7 @@ from headrace.errors import TransferFailed
 from kv_transfer.faulty_transport import Faults, FaultyTransport
 from kv_transfer.registry import create_transport
 from kv_transfer.transport import BlockRegion, Read, Transport
+from tests.support.parts import part, whole
 
 NUM_BLOCKS = 6
 BLOCK_BYTES = 3 * 4096 + 64  # neither a power of two nor a multiple of a page
@@ -50,9 +51,9 @@ def make(request) -> Iterator:
     def build(name: str, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> End:
         blocks = np.random.default_rng(len(made)).integers(0, 256, (num_blocks, block_bytes), np.uint8)
         region = BlockRegion(blocks.ctypes.data, num_blocks, block_bytes)
-        transport = create_transport(request.param.split()[-1], name, region)
+        transport = create_transport(request.param.split()[-1], name, [region])
         if request.param.startswith("faulty"):
-            transport = FaultyTransport(transport, Faults(), region)
+            transport = FaultyTransport(transport, Faults())
         made.append(End(name, blocks, transport))
         return made[-1]
 
@@ -65,8 +66,8 @@ def make(request) -> Iterator:
 def ends(make) -> tuple[End, End]:
     """A reader that is connected to an owner."""
     reader, owner = make("reader"), make("owner")
-    reader.transport.connect("owner", owner.transport.metadata())
-    owner.transport.connect("reader", reader.transport.metadata())
+    reader.transport.connect("owner", [whole(owner.transport)])
+    owner.transport.connect("reader", [whole(reader.transport)])
     return reader, owner
 
 
@@ -114,7 +115,7 @@ def test_a_done_read_stays_done(ends):
 
 def test_pools_of_different_sizes(make):
     reader, owner = make("reader", num_blocks=2), make("owner", num_blocks=40)
-    reader.transport.connect("owner", owner.transport.metadata())
+    reader.transport.connect("owner", [whole(owner.transport)])
     reader.finish(reader.transport.read("owner", [39], [1]), owner)
     assert np.array_equal(reader.blocks[1], owner.blocks[39])
 
@@ -139,13 +140,13 @@ def test_a_block_that_does_not_exist_is_named(ends, remote, local, named):
 def test_blocks_of_another_size_are_refused(make):
     reader, owner = make("reader"), make("owner", block_bytes=2 * BLOCK_BYTES)
     with pytest.raises(TransferFailed, match=f"{2 * BLOCK_BYTES} bytes, ours have {BLOCK_BYTES}"):
-        reader.transport.connect("owner", owner.transport.metadata())
+        reader.transport.connect("owner", [whole(owner.transport)])
 
 
 @pytest.mark.parametrize("metadata", [b"", b"?", b"x" * 500])
 def test_metadata_of_something_else_is_refused(make, metadata):
     with pytest.raises(TransferFailed, match="not of this transport"):
-        make("reader").transport.connect("owner", metadata)
+        make("reader").transport.connect("owner", [part(metadata, BLOCK_BYTES)])
 
 
 def test_reading_from_a_stranger_fails(make):
@@ -159,7 +160,7 @@ def test_after_a_disconnect_nothing_is_read_until_connected_again(ends):
     reader.transport.disconnect("owner")
     with pytest.raises(TransferFailed, match="not connected"):
         reader.transport.read("owner", [1], [1])
-    reader.transport.connect("owner", owner.transport.metadata())
+    reader.transport.connect("owner", [whole(owner.transport)])
     reader.finish(reader.transport.read("owner", [1], [1]), owner)
     assert np.array_equal(reader.blocks[1], owner.blocks[1])
 
@@ -173,7 +174,7 @@ def test_a_disconnect_of_a_stranger_does_nothing(ends):
 def test_another_handshake_leaves_reads_alone(ends):
     reader, owner = ends
     read = reader.transport.read("owner", [2], [3])
-    reader.transport.connect("owner", owner.transport.metadata())
+    reader.transport.connect("owner", [whole(owner.transport)])
     reader.finish(read, owner)
     assert np.array_equal(reader.blocks[3], owner.blocks[2])
 
@@ -194,7 +195,7 @@ def test_a_peer_that_closed_can_not_be_read_and_takes_nobody_else_along(ends, ma
     reader, owner = ends
     before = reader.blocks.copy()
     other = make("other")
-    reader.transport.connect("other", other.transport.metadata())
+    reader.transport.connect("other", [whole(other.transport)])
     owner.transport.close()
     with pytest.raises(TransferFailed):
         reader.finish(reader.transport.read("owner", [1], [1]))
@@ -208,6 +209,6 @@ def test_a_restarted_peer_is_read_under_its_new_incarnation(ends, make):
     owner.transport.close()
     successor = make("owner-2")
     reader.transport.disconnect("owner")
-    reader.transport.connect("owner-2", successor.transport.metadata())
+    reader.transport.connect("owner-2", [whole(successor.transport)])
     reader.finish(reader.transport.read("owner-2", [5], [0]), successor)
     assert np.array_equal(reader.blocks[0], successor.blocks[5])

@@ -3,8 +3,8 @@
     nixl_peer.py NAME VALUE NUM_BLOCKS BLOCK_BYTES [READ_FROM]
 
 All its blocks hold VALUE. It writes its metadata as a line of hex digits and takes that of a peer the same way, then
-serves; with READ_FROM it reads everything from that peer over and over. It answers each further line with the same
-line and ends with its standard input.
+serves; with READ_FROM it reads everything from that peer over and over, until that fails. It answers each further line
+with the same line and how many READs ended and failed, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 import numpy as np
 
 from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.slices import Slice
 from kv_transfer.transfer_thread import TransferThread
-from kv_transfer.transport import BlockRegion
+from kv_transfer.transport import BlockRegion, Part
 
 CONNECT_TIMEOUT_S = 20.0
 
@@ -33,13 +34,14 @@ async def read_everything(transfers: TransferThread, peer: str, num_blocks: int)
 async def main(name: str, value: str, num_blocks: int, block_bytes: int, read_from: str = "") -> None:
     blocks = np.full((num_blocks, block_bytes), int(value), np.uint8)
     region = BlockRegion(blocks.ctypes.data, num_blocks, block_bytes)
-    transfers = TransferThread(lambda: NixlTransport(name, region), block_bytes)
+    transfers = TransferThread(lambda: NixlTransport(name, [region]))
     await transfers.start()
     print((await transfers.metadata()).hex(), flush=True)
-    await transfers.connect(read_from or "reader", bytes.fromhex(await line()), CONNECT_TIMEOUT_S)
+    theirs = Part(bytes.fromhex(await line()), Slice.whole(block_bytes))
+    await transfers.connect(read_from or "reader", [theirs], CONNECT_TIMEOUT_S)
     reading = read_from and asyncio.create_task(read_everything(transfers, read_from, num_blocks))
     while request := await line():
-        print(request, transfers.counters.reads, flush=True)
+        print(request, transfers.counters.reads, transfers.counters.failed, flush=True)
     if reading:
         reading.cancel()
     await transfers.close()

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
+from kv_transfer.faulty_transport import Faults
 from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, Worker, fleet_settings, session_with, workers
 from tests.support.tiny_llama import write_tiny_llama
 
@@ -136,7 +137,7 @@ async def test_kv07_one_stalled_link_delays_nobody_else(settings_with):
     """Ten requests through one prefill worker while the READs from another one stall."""
     settings = settings_with(kv={"transfer_timeout_s": 1.0})
     async with workers(settings, P, P, D) as [slow, fast, d], session_with(d) as session:
-        d.faults.stall_peers.add(slow.incarnation)
+        d.faults.by_peer[slow.incarnation] = Faults(stall=True)
         stalled = await session.start(PROMPT, prefill=[slow], request_id="stalled")
         async with asyncio.timeout(10):
             await stalled.started.wait()
@@ -147,7 +148,7 @@ async def test_kv07_one_stalled_link_delays_nobody_else(settings_with):
         async with asyncio.timeout(20):
             await stalled.ended.wait()
         assert stalled.finish_reasons == {0: "length"}
-        d.faults.stall_peers.clear()
+        d.faults.by_peer[slow.incarnation].stall = False
 
 
 async def test_kv07_a_reader_without_room_for_the_prompt_says_so(settings, settings_with):

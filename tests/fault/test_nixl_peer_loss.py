@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ from headrace.errors import TransferFailed
 from kv_transfer.nixl_transport import NixlTransport, ucx_environment
 from kv_transfer.transfer_thread import Transfer, TransferThread
 from kv_transfer.transport import BlockRegion
+from tests.support.parts import part
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +41,17 @@ OVER_ANYTHING = "all"
 class PeerProcess:
     """`tests/fault/nixl_peer.py`. Its blocks hold `value`."""
 
-    def __init__(self, name: str, value: int, *, read_from: str = "") -> None:
+    def __init__(
+        self, name: str, value: int, *, read_from: str = "", prefix: Sequence[str] = (), **environment: str
+    ) -> None:
         self.name = name
         arguments = [name, str(value), str(NUM_BLOCKS), str(BLOCK_BYTES), *([read_from] if read_from else [])]
         self.popen = subprocess.Popen(
-            [sys.executable, str(PEER_PROGRAM), *arguments],
+            [*prefix, sys.executable, str(PEER_PROGRAM), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         )
 
     async def line(self) -> str:
@@ -84,10 +90,10 @@ class Reader:
     def __init__(self) -> None:
         self.blocks = np.zeros((2 * NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         region = BlockRegion(self.blocks.ctypes.data, *self.blocks.shape)
-        self.transfers = TransferThread(lambda: NixlTransport("reader", region), BLOCK_BYTES)
+        self.transfers = TransferThread(lambda: NixlTransport("reader", [region]))
 
     async def connect(self, peer: PeerProcess) -> None:
-        await self.transfers.connect(peer.name, await peer.metadata(), TIMEOUT_S)
+        await self.transfers.connect(peer.name, [part(await peer.metadata(), BLOCK_BYTES)], TIMEOUT_S)
         peer.write((await self.transfers.metadata()).hex())
 
     async def read_one(self, peer: PeerProcess, local: int = 0) -> int:
@@ -148,7 +154,7 @@ async def is_under_way(transfer: Transfer, reader: Reader) -> bool:
 
 
 async def assert_failed(transfer: Transfer) -> None:
-    with pytest.raises(TransferFailed):
+    with pytest.raises(TransferFailed, match=r"^(?!unexpected)"):
         await soon(transfer.done)
     await soon(transfer.settled())
 
@@ -261,5 +267,75 @@ async def test_an_owner_outlives_readers_that_are_killed(reader, start_peer):
         greedy.write("reads")
     greedy.popen.kill()
     assert await owner.runs()
-    await reader.transfers.connect("p", metadata, TIMEOUT_S)
+    await reader.transfers.connect("p", [part(metadata, BLOCK_BYTES)], TIMEOUT_S)
     assert await reader.read_one(owner) == 7
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A network of two: this process at one end, a namespace at the other."""
+
+    name: str
+
+    @property
+    def inside(self) -> list[str]:
+        """Runs a command at the other end."""
+        return ["ip", "netns", "exec", self.name]
+
+    def cut(self) -> None:
+        """No packet gets there or back, and nobody is told."""
+        ip("-n", self.name, "link", "set", f"{self.name}b", "down")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def wire(monkeypatch) -> Iterator[Wire]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and `ip`")
+    name = f"hr{os.getpid() % 10**8}"
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespace can be made here: {error.stderr.decode()}")
+    try:
+        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
+        ip("addr", "add", "198.18.77.1/30", "dev", f"{name}a")
+        ip("link", "set", f"{name}a", "up")
+        ip("-n", name, "addr", "add", "198.18.77.2/30", "dev", f"{name}b")
+        ip("-n", name, "link", "set", f"{name}b", "up")
+        ip("-n", name, "link", "set", "lo", "up")  # agents connect to themselves
+        for variable, value in {**ucx_environment(), "UCX_TLS": OVER_TCP}.items():
+            monkeypatch.setenv(variable, value)
+        yield Wire(name)
+    finally:
+        subprocess.run(["ip", "link", "del", f"{name}a"], check=False, capture_output=True, timeout=TIMEOUT_S)
+        ip("netns", "del", name)
+
+
+async def counts(peer: PeerProcess) -> tuple[int, int]:
+    """READs that ended, and those of them that failed."""
+    peer.write("counts")
+    while not (line := await peer.line()).startswith("counts "):  # a log in between
+        assert peer.popen.poll() is None, "the process ended"
+    _, reads, failed = line.split()
+    return int(reads), int(failed)
+
+
+async def test_a_network_that_is_cut_fails_reads_within_seconds(wire, start_peer):
+    """Both ends are processes of their own: UCX looks for network devices once per process."""
+    owner = start_peer("p", 7, prefix=wire.inside, UCX_NET_DEVICES=f"{wire.name}b")
+    reader = start_peer("reader", 0, read_from="p", UCX_NET_DEVICES=f"{wire.name}a")
+    metadata = await owner.metadata()
+    owner.write(await reader.line())
+    reader.write(metadata.hex())
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await counts(reader))[0] < 3:
+            await asyncio.sleep(0.01)
+        assert (await counts(reader))[1] == 0
+        wire.cut()
+        while (await counts(reader))[1] == 0:
+            await asyncio.sleep(0.01)
+    assert await owner.runs()

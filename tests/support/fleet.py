@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from urllib.request import urlopen
 
@@ -96,8 +96,8 @@ class Worker:
         except TimeoutError:
             raise AssertionError(f"{self.worker_id} does not get idle: {status}") from None
 
-    def _transport(self, name: str, incarnation: str, region: BlockRegion) -> Transport:
-        return FaultyTransport(create_transport(name, incarnation, region), self.faults, region)
+    def _transport(self, name: str, incarnation: str, regions: Sequence[BlockRegion]) -> Transport:
+        return FaultyTransport(create_transport(name, incarnation, regions), self.faults)
 
 
 def _shown(labels: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Layout(_message.Message):
-    __slots__ = ("schema_version", "model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_size_tokens", "tp_size", "transport")
+    __slots__ = ("schema_version", "model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "dtype", "block_size_tokens", "tp_size", "transport", "row_bytes", "tp_rank")
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,8 @@ class Layout(_message.Message):
     BLOCK_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     model_fingerprint: str
     num_layers: int
@@ -28,29 +30,57 @@ class Layout(_message.Message):
     block_size_tokens: int
     tp_size: int
     transport: str
-    def __init__(self, schema_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size_tokens: _Optional[int] = ..., tp_size: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    row_bytes: int
+    tp_rank: int
+    def __init__(self, schema_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size_tokens: _Optional[int] = ..., tp_size: _Optional[int] = ..., transport: _Optional[str] = ..., row_bytes: _Optional[int] = ..., tp_rank: _Optional[int] = ...) -> None: ...
+
+class Host(_message.Message):
+    __slots__ = ("boot_id", "pid_namespace", "shared_memory", "rdma_devices", "tcp_device")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    RDMA_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    TCP_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    pid_namespace: str
+    shared_memory: bool
+    rdma_devices: _containers.RepeatedCompositeFieldContainer[RdmaDevice]
+    tcp_device: str
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., shared_memory: _Optional[bool] = ..., rdma_devices: _Optional[_Iterable[_Union[RdmaDevice, _Mapping]]] = ..., tcp_device: _Optional[str] = ...) -> None: ...
+
+class RdmaDevice(_message.Message):
+    __slots__ = ("name", "link_layer")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LINK_LAYER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    link_layer: str
+    def __init__(self, name: _Optional[str] = ..., link_layer: _Optional[str] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("self", "expected_incarnation", "layout", "transport_metadata")
+    __slots__ = ("self", "expected_incarnation", "layout", "transport_metadata", "host")
     SELF_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     self: _worker_pb2.PeerRef
     expected_incarnation: str
     layout: Layout
-    transport_metadata: bytes
-    def __init__(self_, self: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., transport_metadata: _Optional[bytes] = ...) -> None: ...
+    transport_metadata: _containers.RepeatedScalarFieldContainer[bytes]
+    host: Host
+    def __init__(self_, self: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., transport_metadata: _Optional[_Iterable[bytes]] = ..., host: _Optional[_Union[Host, _Mapping]] = ...) -> None: ...
 
 class HandshakeResponse(_message.Message):
-    __slots__ = ("self", "layout", "transport_metadata")
+    __slots__ = ("self", "layout", "transport_metadata", "host")
     SELF_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     self: _worker_pb2.PeerRef
     layout: Layout
-    transport_metadata: bytes
-    def __init__(self_, self: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., transport_metadata: _Optional[bytes] = ...) -> None: ...
+    transport_metadata: _containers.RepeatedScalarFieldContainer[bytes]
+    host: Host
+    def __init__(self_, self: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., transport_metadata: _Optional[_Iterable[bytes]] = ..., host: _Optional[_Union[Host, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("lease_id", "reader", "expected_incarnation", "token_ids", "num_output_tokens", "sampling", "cache_salt", "timeout_s", "lease_ttl_s", "checksum", "sources")

@@ -211,18 +211,24 @@ class Hold(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., reason: _Optional[str] = ..., reader: _Optional[str] = ..., num_blocks: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class PeerStatus(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "connected", "refusal", "bytes_per_s")
+    __slots__ = ("worker_id", "incarnation", "connected", "refusal", "bytes_per_s", "transport", "device", "block_latency_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LATENCY_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     connected: bool
     refusal: str
     bytes_per_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., connected: _Optional[bool] = ..., refusal: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+    transport: str
+    device: str
+    block_latency_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., connected: _Optional[bool] = ..., refusal: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., transport: _Optional[str] = ..., device: _Optional[str] = ..., block_latency_s: _Optional[float] = ...) -> None: ...
 
 class BlockAccount(_message.Message):
     __slots__ = ("total", "free", "active", "cached", "held", "filling", "quarantined", "problems")

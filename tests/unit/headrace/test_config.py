@@ -49,10 +49,10 @@ def test_of_two_assignments_the_later_one_wins():
 def test_values_take_the_type_of_their_field(file):
     settings = load(
         file("log_level: debug\nmodel: {cache_dir: /var/x}\n"),
-        ["kv.checksum=true", "kv.lease_ttl_s=1.5", "directory.url=redis://h:1/0?a=b"],
+        ["kv.require_rdma=true", "kv.lease_ttl_s=1.5", "directory.url=redis://h:1/0?a=b"],
         {"HEADRACE_LOG_LEVEL": "error"},
     )
-    assert settings.kv.checksum is True
+    assert settings.kv.require_rdma is True
     assert settings.kv.lease_ttl_s == 1.5
     assert settings.directory.url == "redis://h:1/0?a=b"
     assert str(settings.model.cache_dir) == "/var/x"
@@ -104,7 +104,7 @@ def test_the_value_of_an_unknown_key_is_not_shown():
         ("kv.lease_ttl_s=0", "greater than 0"),
         ("rpc.port=65536", "65535"),
         ("directory.cluster=a:b", "directory.cluster: 'a:b'"),
-        ("kv.checksum=perhaps", "kv.checksum: 'perhaps'"),
+        ("kv.require_rdma=perhaps", "kv.require_rdma: 'perhaps'"),
         ("engine=1", "engine: '1'"),
         ("engine.num_blocks.more=1", "engine.num_blocks"),
         ("engine.num_blocks", "write section.field=value"),

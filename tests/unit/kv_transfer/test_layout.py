@@ -14,6 +14,7 @@ LAYOUT = KvLayout(
     num_kv_heads=3,
     head_dim=64,
     dtype="float32",
+    row_bytes=256,
     block_size_tokens=16,
     tp_size=1,
     transport="nixl",
@@ -22,6 +23,7 @@ OTHER = {
     field.name: f"{value}x" if isinstance(value, str) else value + 1
     for field in fields(LAYOUT)
     for value in [getattr(LAYOUT, field.name)]
+    if field.name != "tp_rank"
 }
 
 

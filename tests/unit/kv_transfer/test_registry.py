@@ -13,7 +13,7 @@ from kv_transfer.transport import BlockRegion
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_each_transport_is_made_under_its_name(name):
     blocks = np.zeros((2, 64), np.uint8)
-    transport = create_transport(name, "one", BlockRegion(blocks.ctypes.data, 2, 64))
+    transport = create_transport(name, "one", [BlockRegion(blocks.ctypes.data, 2, 64)])
     assert transport.name == name
     transport.close()
 

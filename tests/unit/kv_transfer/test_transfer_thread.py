@@ -11,9 +11,11 @@ import pytest
 
 from headrace.errors import TransferFailed, Unavailable
 from kv_transfer.faulty_transport import Faults, FaultyTransport
+from kv_transfer.links import FailureReason
 from kv_transfer.local_transport import LocalFabric, LocalTransport
 from kv_transfer.transfer_thread import TransferStats, TransferThread
 from kv_transfer.transport import BlockRegion
+from tests.support.parts import part
 
 SIZE = NUM_BLOCKS, BLOCK_BYTES = 8, 256
 TIMEOUT_S = 20.0
@@ -25,17 +27,21 @@ class Worker:
     def __init__(self, name: str, fabric: LocalFabric) -> None:
         self.name = name
         self.faults = Faults()
-        self.blocks = np.full(SIZE, len(name), np.uint8)
-        region = BlockRegion(self.blocks.ctypes.data, *SIZE)
+        self.memory = np.full((NUM_BLOCKS + 1, BLOCK_BYTES), len(name), np.uint8)
+        self.blocks = self.memory[:NUM_BLOCKS]
+        # The last row is scratch.
+        region = BlockRegion(self.blocks.ctypes.data, NUM_BLOCKS, BLOCK_BYTES, num_scratch=1)
 
         def factory():
             self.created_on = threading.current_thread()
-            return FaultyTransport(LocalTransport(name, region, fabric), self.faults, region)
+            return FaultyTransport(LocalTransport(name, [region], fabric), self.faults)
 
-        self.transfers = TransferThread(factory, BLOCK_BYTES)
+        self.transfers = TransferThread(factory)
 
     async def connect(self, other: Worker) -> None:
-        await self.transfers.connect(other.name, await other.transfers.metadata(), TIMEOUT_S)
+        await self.transfers.connect(
+            other.name, [part(await other.transfers.metadata(), BLOCK_BYTES)], TIMEOUT_S
+        )
 
 
 @pytest.fixture
@@ -196,7 +202,7 @@ async def test_a_disconnect_of_a_stranger_does_nothing(pair):
 
 async def test_a_refused_connection_says_why(pair):
     with pytest.raises(TransferFailed, match="not of this transport"):
-        await pair[0].transfers.connect("other", b"?", TIMEOUT_S)
+        await pair[0].transfers.connect("other", [part(b"?", BLOCK_BYTES)], TIMEOUT_S)
 
 
 async def test_a_connection_in_vain_ends_by_its_deadline(pair):
@@ -205,7 +211,7 @@ async def test_a_connection_in_vain_ends_by_its_deadline(pair):
     hold = asyncio.create_task(reader.transfers._call(lambda: release.wait(TIMEOUT_S), TIMEOUT_S))
     await asyncio.sleep(0)
     with pytest.raises(TransferFailed, match=r"within 0\.01 s"):
-        await reader.transfers.connect("other", b"8 256", 0.01)
+        await reader.transfers.connect("other", [], 0.01)
     release.set()
     await hold
     with pytest.raises(TransferFailed, match="not connected"):  # it was not made later either
@@ -243,7 +249,7 @@ async def test_starting_raises_what_the_factory_raised():
     def factory():
         raise RuntimeError("no such device")
 
-    transfers = TransferThread(factory, BLOCK_BYTES)
+    transfers = TransferThread(factory)
     with pytest.raises(RuntimeError, match="no such device"):
         await transfers.start()
     await soon(transfers.close())
@@ -253,6 +259,7 @@ class Breaking:
     """A transport whose every call raises what a transport should not, once told to."""
 
     name = "breaking"
+    regions = (BlockRegion(0, NUM_BLOCKS, BLOCK_BYTES),)
 
     def __init__(self) -> None:
         self.broken: set[str] = set()
@@ -271,9 +278,9 @@ class Breaking:
 @pytest.fixture
 async def breaking():
     transport = Breaking()
-    transfers = TransferThread(lambda: transport, BLOCK_BYTES)
+    transfers = TransferThread(lambda: transport)
     await transfers.start()
-    await transfers.connect("owner", b"", TIMEOUT_S)
+    await transfers.connect("owner", [], TIMEOUT_S)
     yield transport, transfers
     await transfers.close()
 
@@ -286,8 +293,64 @@ async def test_an_unforeseen_failure_of_a_read_tears_the_peer_down_before_it_set
     with pytest.raises(TransferFailed, match=f"{method} broke"):
         await soon(transfer.done)
     assert "disconnect" in transport.calls
+    assert transfers.links["owner"].failures == {FailureReason.UNEXPECTED: 1}
     transport.broken = set()
     await soon(transfers.read("owner", [1], [1]).done)
+
+
+async def test_failures_are_counted_by_reason(pair):
+    reader, _ = pair
+    link = reader.transfers.links["owner"]
+    reader.faults.fail_next = 1
+    await soon(reader.transfers.read("owner", [1], [1]).settled())
+    reader.faults.kill_next = 1
+    await soon(reader.transfers.read("owner", [1, 2], [1, 2]).settled())
+    reader.faults.stall = True
+    await reader.connect(pair[1])
+    stalled = reader.transfers.read("owner", [1], [1])
+    reader.transfers.count_failure("owner", FailureReason.TIMEOUT)
+    await soon(reader.transfers.disconnect("owner"))
+    await soon(stalled.settled())
+    await reader.connect(pair[1])
+    stalled = reader.transfers.read("owner", [1], [1])
+    await passed(reader.transfers)
+    await soon(reader.transfers.close())
+    await soon(stalled.settled())
+    reasons = (
+        FailureReason.POST,
+        FailureReason.READ,
+        FailureReason.TIMEOUT,
+        FailureReason.DISCONNECTED,
+        FailureReason.CLOSED,
+    )
+    assert link.failures == dict.fromkeys(reasons, 1)
+    assert (link.reads, link.bytes) == (4, 0)
+
+
+async def test_a_failure_of_a_stranger_is_not_counted(pair):
+    pair[0].transfers.count_failure("stranger", FailureReason.TIMEOUT)
+    assert "stranger" not in pair[0].transfers.links
+
+
+async def test_what_is_known_of_a_peer_outlives_its_connection(pair):
+    reader, owner = pair
+    await soon(reader.transfers.read("owner", [1], [1]).done)
+    await soon(reader.transfers.disconnect("owner"))
+    await reader.connect(owner)
+    await soon(reader.transfers.read("owner", [1], [1]).done)
+    assert reader.transfers.links["owner"].reads == 2
+
+
+async def test_peers_that_are_gone_are_forgotten_before_they_are_too_many(pair, monkeypatch):
+    reader, _ = pair
+    monkeypatch.setattr("kv_transfer.transfer_thread._MAX_LINKS", 3)
+    for name in ("a", "b", "c", "e"):
+        stranger = Worker(name, LocalFabric())
+        await stranger.transfers.start()
+        await reader.connect(stranger)
+        await soon(reader.transfers.disconnect(name))
+        await soon(stranger.transfers.close())
+    assert set(reader.transfers.links) == {"owner", "c", "e"}
 
 
 async def test_a_thread_that_fails_closes_the_transport_and_ends_everything(breaking):

@@ -1,0 +1,72 @@
+"""Which bytes of a peer's block go where in ours, when the two sides split the heads over different numbers of ranks.
+
+A block of rank r of R holds the KV heads [r*H/R, (r+1)*H/R) as [layers, 2, heads/R, block_size, row]. A plane is one
+layer's keys or values in it; the heads that two ranks share are one piece of each plane, so a slice is one run with
+strides. H = 4, owner TP 2, reader TP 1:
+
+    owner rank 0   │h0 h1│h0 h1│…            ─▶   reader   │h0 h1 ·· ··│h0 h1 ·· ··│…
+    owner rank 1   │h2 h3│h2 h3│…            ─▶            │·· ·· h2 h3│·· ·· h2 h3│…
+                    plane 0, plane 1                        plane 0     plane 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`count` pieces of `nbytes` in every block: piece i lies at offset + i * stride, on each side. Bytes."""
+
+    owner_rank: int
+    remote_offset: int
+    local_offset: int
+    nbytes: int
+    count: int
+    remote_stride: int
+    local_stride: int
+
+    @classmethod
+    def whole(cls, block_bytes: int, owner_rank: int = 0) -> Slice:
+        """A block as it is: one piece."""
+        return cls(owner_rank, 0, 0, block_bytes, 1, block_bytes, block_bytes)
+
+    @property
+    def remote_block_bytes(self) -> int:
+        """The size of a block at the owner."""
+        return self.count * self.remote_stride
+
+    @property
+    def local_block_bytes(self) -> int:
+        """The size of a block here."""
+        return self.count * self.local_stride
+
+
+def pairing(reader: KvLayout, owner: KvLayout) -> list[Slice]:
+    """What rank `reader.tp_rank` reads, by owner rank: together the whole of its block, nothing twice.
+
+    `owner.tp_rank` does not matter. Raises LayoutMismatch.
+    """
+    reader.check(owner)
+    if reader.tp_size == owner.tp_size:
+        return [Slice.whole(reader.block_bytes, reader.tp_rank)]
+    ours, theirs = reader.heads_per_rank, owner.heads_per_rank
+    head_bytes = reader.block_size_tokens * reader.row_bytes
+    first = reader.tp_rank * ours
+    slices: list[Slice] = []
+    for rank in range(first // theirs, -(-(first + ours) // theirs)):
+        begin, end = max(first, rank * theirs), min(first + ours, (rank + 1) * theirs)
+        slices.append(
+            Slice(
+                owner_rank=rank,
+                remote_offset=(begin - rank * theirs) * head_bytes,
+                local_offset=(begin - first) * head_bytes,
+                nbytes=(end - begin) * head_bytes,
+                count=2 * reader.num_layers,
+                remote_stride=theirs * head_bytes,
+                local_stride=ours * head_bytes,
+            )
+        )
+    return slices
