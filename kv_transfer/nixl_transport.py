@@ -37,6 +37,8 @@ def ucx_environment() -> dict[str, str]:
     """What UCX and NIXL read from the environment once, when loaded; for composition roots to set where unset."""
     return {
         "UCX_TCP_USER_TIMEOUT": "2s",  # else a partitioned network never becomes an error
+        "UCX_TCP_KEEPIDLE": "1s",  # the same for a reader that waits and has sent nothing
+        "UCX_TCP_KEEPINTVL": "1s",
         "UCX_LOG_LEVEL": "fatal",  # a lost peer is an error of ours, which we report ourselves
         "NIXL_LOG_LEVEL": "FATAL",
     }
