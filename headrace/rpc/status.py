@@ -26,8 +26,8 @@ log = structlog.get_logger()
 RETRY_AFTER_KEY = "retry-after-ms"
 # Set on every status that a handler of ours chose. An UNAVAILABLE without it came from the connection itself.
 ANSWERED_KEY = "headrace-answered"
-# Of a LayoutMismatch: the field, and its values on the answering side and on the asking one.
-_MISMATCH_KEYS = ("headrace-field", "headrace-owner-value-bin", "headrace-reader-value-bin")
+# Of a LayoutMismatch: the field, its values on the answering side and on the asking one, what would be needed.
+_MISMATCH_KEYS = ("headrace-field", "headrace-answerer-bin", "headrace-asker-bin", "headrace-needed-bin")
 
 
 def status_code(code: Code) -> grpc.StatusCode:
@@ -40,7 +40,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Headrac
     if isinstance(error, Overloaded):
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
     if isinstance(error, LayoutMismatch):
-        values = (error.field, str(error.ours).encode(), str(error.theirs).encode())
+        values = (error.field, *(str(v).encode() for v in (error.ours, error.theirs, error.requirement)))
         metadata += zip(_MISMATCH_KEYS, values, strict=True)
     context.set_trailing_metadata(tuple(metadata))
     await context.abort(status_code(error.code), str(error))
@@ -52,8 +52,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
     trailing = dict(error.trailing_metadata() or ())
     answered = ANSWERED_KEY in trailing
     if _MISMATCH_KEYS[0] in trailing:
-        field, theirs, ours = (trailing[key] for key in _MISMATCH_KEYS)
-        return LayoutMismatch(_text(field), _text(ours), _text(theirs))
+        field, theirs, ours, needed = (_text(trailing[key]) for key in _MISMATCH_KEYS)
+        return LayoutMismatch(field, ours, theirs, needed)
     if code == grpc.StatusCode.UNAVAILABLE and not answered:
         return WorkerGone(f"{peer}: {details}")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -19,19 +19,23 @@ def test_the_first_read_is_the_rate_however_small():
     assert rate.bytes_per_s == pytest.approx(2000)
 
 
-def test_a_large_read_weighs_more_than_many_small_ones():
+def test_the_rate_predicts_how_long_the_next_bytes_take():
+    """One READ that took long counts by its time: the mean of the rates would hide it."""
     rate = Rate()
-    for _ in range(10):
-        rate.add(10_000, 1.0)
-    rate.add(64 * MIB, 64 * MIB / 1e9)
-    assert rate.bytes_per_s == pytest.approx(1e9, rel=0.01)
-    rate.add(10_000, 1.0)
-    assert rate.bytes_per_s == pytest.approx(1e9, rel=0.01)
+    rate.add(MIB, MIB / 1e9)
+    rate.add(MIB, 1.0)
+    assert rate.bytes_per_s == pytest.approx(2 * MIB, rel=0.02)
 
 
-def test_what_is_64_mib_ago_has_half_of_the_weight():
+def test_what_is_64_mib_ago_counts_half():
     rate = Rate()
-    for _ in range(100):
-        rate.add(64 * MIB, 64 * MIB / 2e9)
-    rate.add(64 * MIB, 64 * MIB / 1e9)
-    assert rate.bytes_per_s == pytest.approx(1.5e9)
+    rate.add(64 * MIB, 3.0)
+    rate.add(64 * MIB, 1.0)
+    assert rate.bytes_per_s == pytest.approx((32 + 64) * MIB / (1.5 + 1.0))
+
+
+def test_an_old_link_is_forgotten():
+    rate = Rate()
+    for bytes_per_s in [1e6] * 20 + [1e9] * 20:
+        rate.add(64 * MIB, 64 * MIB / bytes_per_s)
+    assert rate.bytes_per_s == pytest.approx(1e9, rel=0.01)

@@ -308,7 +308,6 @@ async def test_failures_are_counted_by_reason(pair):
     reader.faults.stall = True
     await reader.connect(pair[1])
     stalled = reader.transfers.read("owner", [1], [1])
-    reader.transfers.count_failure("owner", FailureReason.TIMEOUT)
     await soon(reader.transfers.disconnect("owner"))
     await soon(stalled.settled())
     await reader.connect(pair[1])
@@ -319,17 +318,11 @@ async def test_failures_are_counted_by_reason(pair):
     reasons = (
         FailureReason.POST,
         FailureReason.READ,
-        FailureReason.TIMEOUT,
         FailureReason.DISCONNECTED,
         FailureReason.CLOSED,
     )
     assert link.failures == dict.fromkeys(reasons, 1)
     assert (link.reads, link.bytes) == (4, 0)
-
-
-async def test_a_failure_of_a_stranger_is_not_counted(pair):
-    pair[0].transfers.count_failure("stranger", FailureReason.TIMEOUT)
-    assert "stranger" not in pair[0].transfers.links
 
 
 async def test_what_is_known_of_a_peer_outlives_its_connection(pair):
