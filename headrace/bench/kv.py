@@ -1,7 +1,7 @@
 """`headrace bench kv`: READs of KV blocks from one process into another, beside copies of as many bytes within one.
 
-    owner process    pool ──── READ, through a worker's transfer thread ────▶ pool ◀─── memcpy, ──── more memory
-                                                                              └────── reader process ──────┘ scatter copy
+    owner process                              reader process
+    pool ─── READ, by a transfer thread ───▶ pool ◀─── memcpy, scatter copy ─── more memory
 
 The three take turns on parts of the pools that are no longer in the caches, so whatever slows the machine slows all of
 them. memcpy copies the bytes of a case in one piece, the scatter copy block by block between random places.
@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import psutil
@@ -48,16 +47,33 @@ _STOP_TIMEOUT_S = 10.0
 _MAX_ROUNDS = 200
 
 
-def _shape(
-    num_layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocab: int
-) -> ModelConfig:
-    return ModelConfig("llama", num_layers, hidden, mlp, heads, kv_heads, head_dim, vocab, 8192, 1e5, 1e-5, True)
+def _llama(num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
+    """What a block's shape is made of; the rest does not matter here."""
+    return ModelConfig(
+        architecture="llama",
+        num_layers=num_layers,
+        hidden_size=num_heads * head_dim,
+        intermediate_size=num_heads * head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=1,
+        max_model_tokens=1,
+        rope_theta=1.0,
+        rms_norm_eps=1.0,
+        tie_word_embeddings=True,
+    )
 
 
 MODELS = {
-    "smollm2-135m": _shape(30, 576, 1536, 9, 3, 64, 49_152),
-    "llama-3.1-8b": _shape(32, 4096, 14_336, 32, 8, 128, 128_256),
+    "smollm2-135m": _llama(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64),
+    "llama-3.1-8b": _llama(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128),
 }
+
+
+def ucx_tls(names: str) -> str:
+    """As UCX_TLS wants it: NIXL needs the loopback beside any other way."""
+    return f"{names},self" if names and "self" not in names.split(",") else names
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +146,10 @@ class Round:
 def measure(
     subject: Subject, counts: Sequence[int], min_rounds: int, effort: Effort = Effort()
 ) -> Generator[Row]:
-    """A row per number of blocks and order, as they come. The processes end with the generator. Raises HeadraceError."""
+    """A row per number of blocks and order, as they come. The processes end with the generator.
+
+    Raises HeadraceError.
+    """
     with Pair.start(subject, subject.pool_blocks(max(counts), effort)) as pair:
         first_read_s = pair.round(1, "contiguous").read
         owner_idle, reader_idle = pair.idle_cpu(effort.idle_s)
@@ -232,10 +251,19 @@ class Pair:
         return (self._owner.cpu_s() - before) / took_s
 
 
+class _Pipe(Protocol):
+    """One end; each system has a class of its own for it."""
+
+    def send(self, obj: Any, /) -> None: ...
+    def recv(self) -> Any: ...
+    def poll(self, timeout: float, /) -> bool: ...
+    def close(self) -> None: ...
+
+
 class _Child:
     """A process of ours and the pipe to it. It ends when the pipe does, so also when this process is killed."""
 
-    def __init__(self, process: SpawnProcess, pipe: Connection[Any, Any]) -> None:
+    def __init__(self, process: SpawnProcess, pipe: _Pipe) -> None:
         self._process = process
         self._pipe = pipe
         self._usage = psutil.Process(process.pid)
@@ -288,7 +316,7 @@ class _Child:
 _Role = Callable[[Any, Subject, int], Coroutine[Any, Any, None]]
 
 
-def _run(pipe: Connection[Any, Any], role: _Role, subject: Subject, pool_blocks: int) -> None:
+def _run(pipe: _Pipe, role: _Role, subject: Subject, pool_blocks: int) -> None:
     """A process. Ctrl-C goes to the whole group: the one that measures decides, and closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name, value in ucx_environment().items():
@@ -302,7 +330,7 @@ def _run(pipe: Connection[Any, Any], role: _Role, subject: Subject, pool_blocks:
             pipe.send(error)
 
 
-async def _be_owner(pipe: Connection[Any, Any], subject: Subject, pool_blocks: int) -> None:
+async def _be_owner(pipe: _Pipe, subject: Subject, pool_blocks: int) -> None:
     worker = _Worker(subject, "owner", pool_blocks)
     await worker.start()
     try:
@@ -313,7 +341,7 @@ async def _be_owner(pipe: Connection[Any, Any], subject: Subject, pool_blocks: i
         await worker.close()
 
 
-async def _be_reader(pipe: Connection[Any, Any], subject: Subject, pool_blocks: int) -> None:
+async def _be_reader(pipe: _Pipe, subject: Subject, pool_blocks: int) -> None:
     """The second half of its pool is what its own copies are from."""
     worker = _Worker(subject, "reader", 2 * pool_blocks)
     owner = _Worker(subject, "owner", pool_blocks) if subject.transport == "local" else None
@@ -334,7 +362,7 @@ async def _be_reader(pipe: Connection[Any, Any], subject: Subject, pool_blocks: 
                 await one.close()
 
 
-async def _answer(pipe: Connection[Any, Any], rounds: _Rounds) -> None:
+async def _answer(pipe: _Pipe, rounds: _Rounds) -> None:
     while True:
         match await _next(pipe):
             case ("round", blocks, order):
@@ -345,7 +373,7 @@ async def _answer(pipe: Connection[Any, Any], rounds: _Rounds) -> None:
                 raise AssertionError(f"unexpected {unknown}")
 
 
-async def _next(pipe: Connection[Any, Any]) -> Any:
+async def _next(pipe: _Pipe) -> Any:
     return await asyncio.to_thread(pipe.recv)
 
 
