@@ -36,6 +36,7 @@ from kv_transfer.transport import BlockRegion, Part, Read, check_ids, num_local_
 def ucx_environment() -> dict[str, str]:
     """What UCX and NIXL read from the environment once, when loaded; for composition roots to set where unset."""
     return {
+        "UCX_CMA_SEG_SIZE": "4m",  # of one copy by the kernel; by default a block of 4 MiB takes eight
         "UCX_TCP_USER_TIMEOUT": "2s",  # else a partitioned network never becomes an error
         "UCX_TCP_KEEPIDLE": "1s",  # the same for a reader that waits and has sent nothing
         "UCX_TCP_KEEPINTVL": "1s",

@@ -222,7 +222,7 @@ class Peers:
     def _compared(
         self, worker_id: str, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse
     ) -> tuple[list[Part], Carrier]:
-        """What is read of the peer, and over what. A LayoutMismatch is raised, and remembered while the worker lives."""
+        """What is read of the peer, and over what. Raises LayoutMismatch, remembered while the worker lives."""
         try:
             found = self._parts(introduction), self._carrier(introduction)
         except LayoutMismatch as mismatch:

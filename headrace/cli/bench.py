@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -28,20 +29,17 @@ from headrace.errors import InvalidRequest
 from headrace.model_config import ModelFiles
 
 if TYPE_CHECKING:  # imports torch
+    from headrace.bench import kv as kv_bench
     from headrace.bench.engine import Case, Row, Variant
     from headrace.bench.report import Report
 
 _Name = TypeVar("_Name", bound=str)
 
 _MAX_BATCH, _MAX_TOKENS, _MAX_RUNS = 4096, 1 << 20, 1000
+_MAX_BLOCKS = 1 << 16
 _INTERRUPTED = 130
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-
-
-@bench.callback()
-def group() -> None:
-    """Keeps `engine` a command of its own while it is the only one."""
 
 
 @bench.command()
@@ -105,6 +103,99 @@ def engine(
         raise typer.Exit(_INTERRUPTED) from None
     finally:
         output.print(_table(report))
+
+
+@bench.command()
+def kv(
+    model: Annotated[
+        str, typer.Option(metavar="LIST", help="Whose blocks: smollm2-135m, llama-3.1-8b. Their shape only.")
+    ] = "smollm2-135m,llama-3.1-8b",
+    transport: Annotated[
+        str, typer.Option(metavar="NAME", help="nixl, or local: inside one process.")
+    ] = "nixl",
+    tls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="What UCX may use, such as tcp. Default: its own choice.", show_default=False
+        ),
+    ] = None,
+    blocks: Annotated[str, typer.Option(metavar="LIST", help="Blocks of one READ.")] = "1,16,256,4096",
+    runs: Annotated[int, typer.Option(help="Of each case at least; the median counts.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Pools that fit caches, seconds in all: a trial, no figures.")
+    ] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the rows there too.", show_default=False),
+    ] = None,
+) -> None:
+    """READs of KV blocks from one process into another, beside copies of the same bytes within one.
+
+    LIST is numbers or names with commas between them. Ctrl-C leaves the rows so far.
+    """
+    from headrace.bench import kv as kv_bench
+    from headrace.bench.report import Report, machine_facts
+
+    if tls and transport == "local":
+        raise InvalidRequest("--tls", tls, "transport local does not go through UCX")
+    [transport_name] = _names("--transport", transport, kv_bench.TRANSPORTS)
+    subjects = [
+        kv_bench.Subject(name, transport_name, kv_bench.ucx_tls(tls or ""))
+        for name in _names("--model", model, tuple(kv_bench.MODELS))
+    ]
+    counts = _numbers("--blocks", blocks, 1, _MAX_BLOCKS)
+    num_runs = _in_range("--runs", runs, 1, _MAX_RUNS)
+    effort = kv_bench.QUICK if quick else kv_bench.Effort()
+    facts = {"name": model, "transport": transport, "tls": tls or ""}
+    report = Report(json, facts, {**machine_facts(), "nixl": version("nixl")})
+    try:
+        _measure_reads(subjects, counts, num_runs, effort, report)
+    except KeyboardInterrupt:
+        console.print("[yellow]stopped[/]; the rows so far:")
+        raise typer.Exit(_INTERRUPTED) from None
+    finally:
+        output.print(_reads_table(report))
+
+
+def _measure_reads(
+    subjects: Sequence[kv_bench.Subject],
+    counts: Sequence[int],
+    num_runs: int,
+    effort: kv_bench.Effort,
+    report: Report,
+) -> None:
+    from headrace.bench.kv import ORDERS, measure
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(subjects) * len(counts) * len(ORDERS))
+        for subject in subjects:
+            progress.update(task, description=f"{subject.model}: starting two processes")
+            with closing(measure(subject, counts, num_runs, effort)) as rows:
+                for row in rows:
+                    report.add(asdict(row))
+                    progress.update(task, advance=1, description=f"{row.model}: {row.blocks:,} {row.order}")
+
+
+def _reads_table(report: Report) -> Table:
+    title = f"READs over {report.model['transport']} {report.model['tls']}".rstrip()
+    table = Table(title=f"{title}: GB/s", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("model", "order"):
+        table.add_column(name)
+    numbers = ("blocks", "READ", "memcpy", "of it", "scatter", "of it", "us/block", "spread", "runs")
+    for name in (*numbers, "idle CPU", "serving CPU"):
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        serving = row["serving_cpu"]
+        table.add_row(
+            *(row["model"], row["order"], f"{row['blocks']:,}", f"{row['gb_per_s']:.2f}"),
+            *(f"{row['memcpy_gb_per_s']:.2f}", f"{row['of_memcpy']:.0%}"),
+            *(f"{row['scatter_gb_per_s']:.2f}", f"{row['of_scatter']:.0%}"),
+            *(f"{row['latency_us']:,.1f}", f"{row['spread']:.0%}", str(row["rounds"])),
+            f"{max(row['owner_idle_cpu'], row['reader_idle_cpu']):.1%}",
+            "" if serving is None else f"{serving:.1%}",
+        )
+    return table
 
 
 def _measure_all(
