@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from headrace.block_hash import HashRoot, block_hashes
+from headrace.directory.prefix_index import Match
 from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.errors import Overloaded, Unavailable, WorkerGone
@@ -127,7 +128,7 @@ class Dispatcher:
         )
         matched = self._view.index.match(block_hashes(root, request.token_ids))
         peers = [
-            (record.role, self._worker_view(record, matched.get(record.worker_id, 0)))
+            (record.role, self._worker_view(record, matched.get(record.worker_id)))
             for record in records
             if (record.block_size_tokens, record.kv_dtype, record.transport) == layout
         ]
@@ -136,12 +137,12 @@ class Dispatcher:
             raise Unavailable(f"no decode worker that serves {self._model.name!r} is alive")
         return ClusterView(prefill=tuple(view for role, view in peers if role == Role.PREFILL), decode=decode)
 
-    def _worker_view(self, record: WorkerRecord, matched_blocks: int) -> WorkerView:
+    def _worker_view(self, record: WorkerRecord, match: Match | None) -> WorkerView:
         return WorkerView(
             worker_id=record.worker_id,
             incarnation=record.incarnation,
             address=record.address,
-            cached_tokens=matched_blocks * record.block_size_tokens,
+            cached_tokens=match.num_blocks * record.block_size_tokens if match else 0,
             pending_prefill_tokens=self.ledger.pending_prefill_tokens[record.incarnation],
             active_tokens=self.ledger.active_tokens[record.incarnation],
             capacity_tokens=record.num_blocks * record.block_size_tokens,

@@ -13,7 +13,9 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import structlog
@@ -28,7 +30,9 @@ from headrace.directory.publisher import Publisher
 from headrace.directory.records import Role, WorkerLoad, WorkerRecord
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.engine.block_pool import BlockPool
+from headrace.engine.disk_tier import BlockLayout, DiskTier
 from headrace.engine.engine import Engine
+from headrace.engine.kv_memory import KvMemory
 from headrace.engine.load import load_runner
 from headrace.engine.sequence import Constraint
 from headrace.engine.structured import GrammarCompiler
@@ -38,6 +42,7 @@ from headrace.grammar import Grammar
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
 from kv_transfer.layout import KvLayout
 from kv_transfer.peers import Peers
@@ -52,6 +57,7 @@ _WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _KV_SERVICE = kv_pb2.DESCRIPTOR.services_by_name["KvExchange"].full_name
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _SERVER_GRACE_S = 1.0
+_DISK_CLOSE_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
 
 MakeTransport = Callable[[str, str, BlockRegion], Transport]  # name, incarnation, region
@@ -141,8 +147,21 @@ class WorkerProcess:
         settings = self._settings
         self._runner, self._cache = load_runner(self._files, settings.model, settings.engine)
         self._runner.warm_up(settings.engine.max_step_tokens)
-        pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens)
+        self._memory = KvMemory(self._cache, settings.engine.host_memory_bytes)
+        files = self._open_disk_tier() if settings.engine.disk_cache_dir else None
+        pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens, self._memory, files)
         self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())
+
+    def _open_disk_tier(self) -> DiskTier:
+        """In a directory of this worker's own; its id is the same after a restart."""
+        engine = self._settings.engine
+        layout = BlockLayout(
+            self._files.fingerprint, self._cache.dtype_name, engine.block_size_tokens, self._cache.block_bytes
+        )
+        own = Path(engine.disk_cache_dir) / f"worker-{quote(self._worker_id, safe='')}"
+        tier = DiskTier(own, layout, engine.disk_cache_bytes)
+        self._cleanup.push_async_callback(asyncio.to_thread, tier.close, _DISK_CLOSE_TIMEOUT_S)
+        return tier
 
     async def _start_transfers(self) -> None:
         kv = self._settings.kv
@@ -162,7 +181,7 @@ class WorkerProcess:
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
         self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc)
         self._exchange = KvExchangeService(
-            self._engine, self._peers, self._root_digest, self._cache.checksums
+            self._engine, self._peers, self._root_digest, self._memory.checksums
         )
         self._decode = DecodeWorker(self._decode_context()) if self._role != Role.PREFILL else None
         self._engine.thread.start()
@@ -230,7 +249,7 @@ class WorkerProcess:
             kv=self._settings.kv,
             clock=SystemClock(),
             root_digest=self._root_digest,
-            checksums=self._cache.checksums,
+            checksums=self._memory.checksums,
             eos_token_ids=self._files.eos_token_ids,
             block_size_tokens=self._settings.engine.block_size_tokens,
             background=self._own,
@@ -255,7 +274,7 @@ class WorkerProcess:
         if not task.cancelled() and task.exception() is not None:
             log.error("background task failed", task=task.get_name(), exc_info=task.exception())
 
-    def _publish_blocks(self, stored: list[bytes], removed: list[bytes]) -> None:
+    def _publish_blocks(self, stored: dict[bytes, Tier], removed: list[bytes]) -> None:
         self._publisher.add(stored, removed)
 
     def _record(self) -> WorkerRecord:

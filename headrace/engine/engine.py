@@ -38,6 +38,7 @@ from headrace.engine.sequence import (
     StepPlan,
     finish_reason,
 )
+from headrace.engine.tiers import TierStats
 from headrace.errors import HeadraceError, InternalError, NotFound, RequestCancelled, Unavailable
 from headrace.sampling_params import FinishReason
 
@@ -59,6 +60,7 @@ class EngineLoad:
     cached_tokens: int  # prompt tokens found in the prefix tree …
     queries: int  # … out of so many looked up, each sequence counted once
     preemptions: int
+    tiers: list[TierStats]  # of the device, and of what there is below
 
 
 class Engine:
@@ -133,7 +135,7 @@ class Engine:
             self._fail(owner, Unavailable(f"the hold expired while {owner} was being computed"))
 
     def reset_cache(self) -> None:
-        """Forget all cached blocks that nobody uses or holds."""
+        """Forget all cached blocks that nobody uses or holds, in every tier."""
         self._pool.forget_cached()
 
     def fail_all(self, error: HeadraceError) -> None:
@@ -149,8 +151,8 @@ class Engine:
         return bool(self._events) or self._pool.has_changes or self._scheduler.has_work
 
     def num_cached_blocks(self, hashes: list[bytes]) -> int:
-        """How many blocks of this prefix are in the tree."""
-        return len(self._pool.match(hashes))
+        """How many blocks of this prefix need not be computed, whichever tier they are in."""
+        return self._pool.num_cached_blocks(hashes)
 
     def audit(self) -> PoolAudit:
         """Every block accounted for. Walks the pool: for idle moments and status calls."""
@@ -170,6 +172,7 @@ class Engine:
             cached_tokens=self._scheduler.num_cached_tokens,
             queries=self._scheduler.num_queried_tokens,
             preemptions=self._scheduler.num_preemptions,
+            tiers=self._pool.tier_stats(),
         )
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -180,6 +183,7 @@ class Engine:
         `early`, where given, gets what is known before the model runs (Started, Reserved and the like), if anything.
         """
         self.expire_holds()
+        self._pool.start_step()
         num_events = len(self._events)
         plan = self._scheduler.schedule(self._events, self.clock.now())
         self._watch_for_stall(progressed=bool(plan.chunks) or len(self._events) > num_events)

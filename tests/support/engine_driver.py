@@ -22,6 +22,7 @@ from headrace.engine.sequence import (
 )
 from headrace.errors import HeadraceError
 from headrace.sampling_params import SamplingParams
+from headrace.tier import Tier
 
 ROOT = b"root of the tests"[:16]
 EOS = 1
@@ -84,7 +85,7 @@ class EngineDriver:
         self.pool = BlockPool(num_blocks, block_size_tokens)
         self.engine = Engine(self.runner, self.pool, settings, frozenset({EOS}), self.clock)
         self.events: list[Event] = []
-        self.stored: set[bytes] = set()  # what a listener believes to be in the prefix tree
+        self.tiers: dict[bytes, Tier] = {}  # what a listener believes to be in the prefix tree
 
     def submit(self, sequence_id: str, token_ids: AnySequence[int], max_tokens: int = 4) -> Sequence:
         sequence = make_sequence(sequence_id, token_ids, max_tokens)
@@ -109,13 +110,19 @@ class EngineDriver:
         merged = StepOutput()
         for output in outputs:
             merged.events += output.events
-            merged.stored += output.stored
+            merged.stored |= output.stored
             merged.removed += output.removed
-            assert self.stored.isdisjoint(output.stored)
-            assert self.stored.issuperset(output.removed)
-            self.stored = (self.stored | set(output.stored)) - set(output.removed)
+            for digest, tier in output.stored.items():
+                assert self.tiers.get(digest) is not tier
+                self.tiers[digest] = tier
+            for digest in output.removed:
+                del self.tiers[digest]
         self.events += merged.events
         return merged
+
+    @property
+    def stored(self) -> set[bytes]:
+        return set(self.tiers)
 
     def run(self, max_steps: int = 2000) -> None:
         """Step until nothing more can be done."""

@@ -14,6 +14,7 @@ from headrace.directory.records import (
     record_from_json,
     record_to_json,
 )
+from headrace.tier import Tier
 from tests.support.directory_samples import RECORD, digest, record
 
 
@@ -24,7 +25,7 @@ def changed(**changes):
 
 
 def stored_fields():
-    event = DirectoryEvent("w", "i", 7, (digest(1),), (digest(2),))
+    event = DirectoryEvent("w", "i", 7, {digest(1): Tier.HOST}, (digest(2),))
     return {name.encode(): value for name, value in event_to_fields(event).items()}
 
 

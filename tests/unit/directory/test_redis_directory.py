@@ -17,7 +17,7 @@ from headrace.directory import redis_directory
 from headrace.directory.records import DirectoryEvent
 from headrace.directory.redis_directory import RedisDirectory, shown_url
 from headrace.errors import InvalidRequest, Unavailable
-from tests.support.directory_samples import RECORD, digests, record
+from tests.support.directory_samples import RECORD, on_device, record
 
 OTHER = record(worker_id="decode-1", incarnation="other")
 
@@ -47,7 +47,7 @@ async def raw(server) -> AsyncIterator[redis.asyncio.Redis]:
 
 
 async def test_keys_and_their_expiry(directory, raw):
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     keys = {key.decode() async for key in raw.scan_iter()}
     mortal = {"headrace:{blue}:worker:decode-0", "headrace:{blue}:blocks:decode-0:first"}
     assert keys == mortal | {"headrace:{blue}:workers", "headrace:{blue}:events"}
@@ -56,7 +56,7 @@ async def test_keys_and_their_expiry(directory, raw):
 
 
 async def test_a_publish_refreshes_all_that_expires(directory, raw):
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     keys = ["headrace:{blue}:worker:decode-0", "headrace:{blue}:blocks:decode-0:first"]
     for key in keys:
         await raw.pexpire(key, 2000)
@@ -81,7 +81,7 @@ async def test_the_stream_is_bounded(directory, raw, monkeypatch):
 async def test_clusters_do_not_see_each_other(directory, settings):
     green = RedisDirectory(settings.model_copy(update={"cluster": "green"}))
     position, _ = await green.events("", 0)
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     assert await green.workers() == {}
     assert await green.blocks("decode-0", "first") is None
     assert (await green.events(position, 0.01))[1] == []
@@ -106,8 +106,8 @@ async def test_one_damaged_record_hides_no_other(directory, raw, damage):
 
 
 async def test_a_key_of_another_type_hides_no_other_worker(directory, raw):
-    await directory.register(RECORD, 1, digests(1), take_over=True)
-    await directory.register(OTHER, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
+    await directory.register(OTHER, 1, on_device(1), take_over=True)
     for key in ("headrace:{blue}:worker:decode-0", "headrace:{blue}:blocks:decode-1:other"):
         await raw.set(key, "a string")
     assert list(await directory.workers()) == [OTHER]
@@ -118,7 +118,7 @@ async def test_a_key_of_another_type_hides_no_other_worker(directory, raw):
 
 
 async def test_a_garbled_sequence_is_no_snapshot(directory, raw):
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     await raw.hset("headrace:{blue}:worker:decode-0", "sequence", "many")
     assert await directory.blocks("decode-0", "first") is None
 

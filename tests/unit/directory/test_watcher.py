@@ -20,7 +20,15 @@ from headrace.directory.records import DirectoryEvent, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.directory.watcher import Watcher
 from headrace.errors import Unavailable
-from tests.support.directory_samples import FaultyDirectory, digest, digests, record, until
+from tests.support.directory_samples import (
+    FaultyDirectory,
+    digest,
+    digests,
+    lengths,
+    on_device,
+    record,
+    until,
+)
 
 SETTINGS = DirectorySettings(worker_ttl_s=5.0, publish_interval_s=0.01)
 NO_WAIT_S = 0.001
@@ -39,7 +47,7 @@ class Bench:
     async def register(self, worker: WorkerRecord, *numbers: int) -> None:
         self.sequences[worker.incarnation] += 1
         sequence = self.sequences[worker.incarnation]
-        await self.directory.target.register(worker, sequence, digests(*numbers), take_over=True)
+        await self.directory.target.register(worker, sequence, on_device(*numbers), take_over=True)
 
     async def publish(self, worker: WorkerRecord, stored=(), removed=()) -> None:
         self.sequences[worker.incarnation] += 1
@@ -47,7 +55,7 @@ class Bench:
             worker.worker_id,
             worker.incarnation,
             self.sequences[worker.incarnation],
-            tuple(digests(*stored)),
+            on_device(*stored),
             tuple(digests(*removed)),
         )
         assert await self.directory.target.publish(worker, event)
@@ -65,7 +73,7 @@ class Bench:
         self.directory.target = MemoryDirectory(SETTINGS, self.clock)
 
     def matched(self, *numbers: int) -> dict[str, int]:
-        return self.view.index.match(digests(*numbers))
+        return lengths(self.view.index.match(digests(*numbers)))
 
 
 A, B = record(worker_id="a", incarnation="a1"), record(worker_id="b", incarnation="b1")
@@ -148,10 +156,10 @@ async def test_a_missing_event_makes_it_read_the_set_again(following):
     await following.publish(A, removed=[3])
     following.directory.num_lost = 1
     await following.follow()
-    assert following.view.index.blocks("a") == frozenset(digests(1, 2, 4))
+    assert following.view.index.blocks("a") == on_device(1, 2, 4)
     await following.publish(A, stored=[5])
     await following.follow()
-    assert following.view.index.blocks("a") == frozenset(digests(1, 2, 4, 5))
+    assert following.view.index.blocks("a") == on_device(1, 2, 4, 5)
 
 
 async def test_events_that_came_before_the_snapshot_are_not_applied_again(bench):
@@ -162,7 +170,7 @@ async def test_events_that_came_before_the_snapshot_are_not_applied_again(bench)
     bench.view.load("a", "a1", await bench.directory.blocks("a", "a1"))
     await bench.publish(A, stored=[2])
     await bench.follow()
-    assert bench.view.index.blocks("a") == frozenset(digests(1, 2))
+    assert bench.view.index.blocks("a") == on_device(1, 2)
 
 
 async def test_a_worker_that_stops_refreshing_vanishes_after_its_ttl(following):
@@ -393,4 +401,4 @@ def test_whatever_was_lost_the_view_is_true_one_refresh_later(steps):
     for number, held in enumerate(fleet.held):
         record_now = fleet.publishers[number]._record_source()
         assert view.workers[f"w{number}"] == record_now
-        assert view.index.blocks(f"w{number}") == frozenset(digests(*held))
+        assert view.index.blocks(f"w{number}") == on_device(*held)
