@@ -104,7 +104,7 @@ async def test_registering_again_replaces_everything(joined):
 
 
 async def test_registered_without_blocks(directory):
-    assert await directory.register(RECORD, 1, [], take_over=True)
+    assert await directory.register(RECORD, 1, {}, take_over=True)
     assert await state(directory) == holds(RECORD, 1)
 
 
@@ -193,9 +193,7 @@ async def test_removing_an_earlier_incarnation_touches_nothing(joined):
 async def test_events_in_order(joined):
     start, _ = await joined.events("", 0)
     await joined.publish(RECORD, changed(2, stored=[3], removed=[1]))
-    await joined.publish(
-        RECORD, DirectoryEvent("decode-0", "first", 3, tuple(digests(4)), kind=EventKind.RELOAD)
-    )
+    await joined.publish(RECORD, DirectoryEvent("decode-0", "first", 3, on_device(4), kind=EventKind.RELOAD))
     await joined.register(RECORD, 5, on_device(8), take_over=False)
     await joined.remove("decode-0", "first")
     end, events = await joined.events(start, 5)
@@ -228,7 +226,7 @@ async def test_waits_for_the_next_event(joined):
 async def test_waits_from_the_very_beginning(directory):
     position, _ = await directory.events("", 0)
     reading = asyncio.create_task(directory.events(position, 10))
-    await directory.register(RECORD, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
     assert [event.sequence for event in (await reading)[1]] == [1]
 
 

@@ -20,10 +20,12 @@ from headrace.directory.records import DirectoryEvent, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.directory.watcher import Watcher
 from headrace.errors import Unavailable
+from headrace.tier import Tier
 from tests.support.directory_samples import (
     FaultyDirectory,
     digest,
     digests,
+    in_tier,
     lengths,
     on_device,
     record,
@@ -304,7 +306,7 @@ async def test_run_follows_through_an_outage_and_logs_it_once(bench):
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("store"), st.integers(0, 1), st.integers(0, 5)),
+        st.tuples(st.just("store"), st.integers(0, 1), st.integers(0, 17)),  # a block and its tier
         st.tuples(st.just("remove"), st.integers(0, 1), st.integers(0, 5)),
         st.tuples(
             st.sampled_from(["publish", "publish unanswered", "publish cut", "restart"]),
@@ -327,7 +329,7 @@ class Fleet:
     def __init__(self) -> None:
         self.bench = Bench()
         self.num_starts = 0
-        self.held: list[set[int]] = [set(), set()]
+        self.held: list[dict[bytes, Tier]] = [{}, {}]
         self.publishers: list[Publisher] = []
 
     async def begin(self) -> None:
@@ -344,11 +346,12 @@ class Fleet:
 
     async def do(self, name: str, number: int, block: int) -> None:
         if name == "store":
-            self.held[number].add(block)
-            self.publishers[number].add([digest(block)], [])
+            stored = in_tier(Tier(block % len(Tier)), block // len(Tier))
+            self.held[number] |= stored
+            self.publishers[number].add(stored, [])
         elif name == "remove":
-            self.held[number].discard(block)
-            self.publishers[number].add([], [digest(block)])
+            self.held[number].pop(digest(block), None)
+            self.publishers[number].add({}, [digest(block)])
         elif name == "restart":
             self.publishers[number] = self.new_publisher(number)
             await self.publishers[number]._register(self.publishers[number]._record_source(), take_over=True)
@@ -401,4 +404,4 @@ def test_whatever_was_lost_the_view_is_true_one_refresh_later(steps):
     for number, held in enumerate(fleet.held):
         record_now = fleet.publishers[number]._record_source()
         assert view.workers[f"w{number}"] == record_now
-        assert view.index.blocks(f"w{number}") == on_device(*held)
+        assert view.index.blocks(f"w{number}") == held
