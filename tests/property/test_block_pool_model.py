@@ -253,17 +253,15 @@ class Comparison:
         assert self.pool.match(looked_at) == matched
         if len(digests) - len(matched) > self.pool.num_available_beside(matched):
             return
-        found = [digest for digest in looked_at if digest in self.told]
         num_found = next((i for i, digest in enumerate(looked_at) if digest not in self.told), len(looked_at))
-        num_sound = next((i for i, digest in enumerate(found) if digest in self.files.damaged), num_found)
-        may_be_lost = [
-            d for d in found[:num_sound] if self.told[d] is Tier.DISK
-        ]  # for what is evicted meanwhile
+        # A file can be damaged, or give way to what is evicted meanwhile.
+        may_fail = [self.told[digest] is Tier.DISK for digest in looked_at[:num_found]]
+        all_is_well = not self.files.damaged and self.files.max_blocks > 2 * NUM_BLOCKS
         self.pool.start_step()
         table = self.pool.take_cached(looked_at, ROOT, retention)
-        if not may_be_lost:
-            assert len(table) >= min(num_sound, num_found)
-        assert len(table) <= num_found
+        assert [*may_fail, True].index(True) <= len(table) <= num_found
+        if all_is_well:
+            assert len(table) == num_found
         assert [self.contents.by_id[block_id] for block_id in table] == digests[: len(table)]
         num_cached = len(table)
         table += self.pool.allocate(len(digests) - num_cached)
@@ -399,11 +397,11 @@ class Comparison:
 NAMES = ["use"] * 6 + ["release"] * 5 + ["hold", "trim_hold", "release_hold"]
 NAMES += ["fill", "fill", "arrive", "quarantine", "settle", "forget"]
 NAMES += ["read_elsewhere", "read_elsewhere", "stop_reading", "lose_file"]
-TIERS = [(0, 0), (4, 0), (3, 5), (0, 6)]  # slots of the host, files
+TIERS = [(0, 0), (4, 0), (3, 5), (2, 40)]  # slots of the host, files
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "tiers"), zip(range(0, 10_000, 2_500), TIERS, strict=True))
+@pytest.mark.parametrize(("first", "tiers"), list(zip(range(0, 10_000, 2_500), TIERS, strict=True)))
 def test_ten_thousand_sequences_of_operations(first: int, tiers: tuple[int, int]):
     run_seeds(lambda operations: Comparison(*tiers).run(operations), NAMES, 40, range(first, first + 2_500))
 
