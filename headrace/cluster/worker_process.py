@@ -225,7 +225,7 @@ class WorkerProcess:
         while True:
             audit = await self._engine.call(lambda engine: engine.audit())
             busy = self._exchange.num_streams + (self._decode.num_requests if self._decode else 0)
-            if not (busy or audit.held or self._background):
+            if not (busy or audit.held or audit.host_held or self._background):
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
 

@@ -34,7 +34,7 @@ class KvMemory:
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """xxh3-64 of each block's bytes. May be called from any thread; the caller sees to it that nobody writes."""
-        return [xxhash.xxh3_64_intdigest(self._block(block_id).cpu().numpy()) for block_id in block_ids]
+        return [xxhash.xxh3_64_intdigest(self._block(block_id).cpu().numpy().data) for block_id in block_ids]
 
     def _block(self, block_id: int) -> torch.Tensor:
         """Its bytes [block_bytes], shared."""
