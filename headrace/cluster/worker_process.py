@@ -184,6 +184,10 @@ class WorkerProcess:
             self._engine, self._peers, self._root_digest, self._memory.checksums
         )
         self._decode = DecodeWorker(self._decode_context()) if self._role != Role.PREFILL else None
+        directory = RedisDirectory(settings.directory)
+        self._cleanup.push_async_callback(directory.close)
+        # Before the engine runs: its first step tells what is on disk from before.
+        self._publisher = Publisher(directory, self._record, settings.directory)
         self._engine.thread.start()
         self._cleanup.push_async_callback(asyncio.to_thread, self._engine.thread.stop, _ENGINE_STOP_TIMEOUT_S)
         self._cleanup.push_async_callback(self._end_background)
@@ -196,9 +200,6 @@ class WorkerProcess:
         own.address = await self._server.start()
         self._cleanup.push_async_callback(self._server.stop, _SERVER_GRACE_S)
 
-        directory = RedisDirectory(settings.directory)
-        self._cleanup.push_async_callback(directory.close)
-        self._publisher = Publisher(directory, self._record, settings.directory)
         await self._publisher.start()
         self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)

@@ -1,5 +1,5 @@
 """All memory of a worker that holds KV blocks: the cache that attention reads, and an arena on the host for the blocks
-that it evicts. Both are registered with the transport, which numbers blocks through as is done here.
+that it evicts. Block ids go on from the one to the other.
 """
 
 from __future__ import annotations

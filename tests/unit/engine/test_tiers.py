@@ -146,8 +146,8 @@ def test_counters():
     driver = EngineDriver(7, B, num_host_blocks=64)
     tokens = evicted(driver)
     serve(driver, "again", tokens)
-    device, host, disk = *driver.engine.load().tiers, None
-    assert (device.tier, host.tier, disk) == (Tier.DEVICE, Tier.HOST, None)
+    [device, host] = driver.engine.load().tiers
+    assert (device.tier, host.tier) == (Tier.DEVICE, Tier.HOST)
     assert (host.hits, host.evictions, host.dropped) == (4, 0, 0)
     assert host.blocks == host.stores == driver.engine.audit().host_cached
     assert host.bytes == host.blocks * 8 * B
