@@ -63,6 +63,14 @@ class EngineSettings(_Section):
         default=0, ge=0, description="KV blocks in the pool; 0: as many as kv_memory_bytes holds"
     )
     kv_memory_bytes: Positive = 1 << 30
+    host_memory_bytes: int = Field(
+        default=0, ge=0, description="host memory for cached blocks that the pool evicts; 0: none"
+    )
+    disk_cache_dir: str = Field(
+        default="",
+        description="directory for cached blocks that memory evicts, kept over restarts; empty: none",
+    )
+    disk_cache_bytes: Positive = Field(default=10 << 30, description="how much of the disk they may take")
     max_step_tokens: Positive = Field(
         default=512, description="token budget of one step: decodes first, prefill chunks fill it"
     )

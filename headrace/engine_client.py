@@ -17,6 +17,7 @@ from headrace.errors import InvalidRequest
 from headrace.grammar import Grammar
 from headrace.model_config import ModelConfig
 from headrace.sampling_params import check_token_ids, validate
+from headrace.tier import Tier
 
 T = TypeVar("T")
 
@@ -29,11 +30,11 @@ class EngineClient:
         engine: Engine,
         config: ModelConfig,
         compile_grammar: Callable[[Grammar], Constraint],
-        on_cache_change: Callable[[list[bytes], list[bytes]], None],
+        on_cache_change: Callable[[dict[bytes, Tier], list[bytes]], None],
     ) -> None:
         """`compile_grammar` is called on other threads; it may block for a bounded time, and raises HeadraceErrors.
 
-        `on_cache_change(stored, removed)` gets the block hashes of each step, on the event loop.
+        `on_cache_change(stored, removed)` gets the block hashes of each step as in a StepOutput, on the event loop.
         """
         self._loop = asyncio.get_running_loop()
         self._config = config

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from headrace.block_hash import HashRoot, block_hashes
+from headrace.directory.prefix_index import Match
 from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.errors import HeadraceError, InternalError, Overloaded, Unavailable, WorkerGone
@@ -128,7 +129,7 @@ class Dispatcher:
         )
         matched = self._view.index.match(block_hashes(root, request.token_ids))
         peers = [
-            (record, self._worker_view(record, matched.get(record.worker_id, 0)))
+            (record, self._worker_view(record, matched.get(record.worker_id)))
             for record in records
             if _layout(record) == layout
         ]
@@ -142,12 +143,12 @@ class Dispatcher:
             holders=tuple(view for _, view in peers if view.cached_tokens),
         )
 
-    def _worker_view(self, record: WorkerRecord, matched_blocks: int) -> WorkerView:
+    def _worker_view(self, record: WorkerRecord, match: Match | None) -> WorkerView:
         return WorkerView(
             worker_id=record.worker_id,
             incarnation=record.incarnation,
             address=record.address,
-            cached_tokens=matched_blocks * record.block_size_tokens,
+            cached_tokens=match.num_blocks * record.block_size_tokens if match else 0,
             block_size_tokens=record.block_size_tokens,
             pending_prefill_tokens=self.ledger.pending_prefill_tokens[record.incarnation],
             active_tokens=self.ledger.active_tokens[record.incarnation],

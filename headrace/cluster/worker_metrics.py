@@ -48,6 +48,7 @@ class WorkerCollector(Collector):
             "headrace_kv_expired_leases", "Holds that ended by their deadline", load.expired_holds
         )
         yield from self._blocks()
+        yield from _tiers(load)
         yield from self._peers_now()
 
     def _peers_now(self) -> Iterable[Metric]:
@@ -81,3 +82,23 @@ class WorkerCollector(Collector):
             "What did not add up at the last audit",
             len(audit.problems) if audit else 0,
         )
+
+
+_TIER_GAUGES = {"blocks": "Blocks that can be found by name", "bytes": "Their bytes"}
+_TIER_COUNTERS = {
+    "hits": "Blocks that a sequence took from here",
+    "stores": "Blocks stored",
+    "evictions": "Blocks evicted",
+    "dropped": "Blocks that found no room",
+    "checksum_failures": "Blocks that were damaged or gone; never used",
+}
+
+
+def _tiers(load: EngineLoad) -> Iterable[Metric]:
+    families = [(name, GaugeMetricFamily, text) for name, text in _TIER_GAUGES.items()]
+    families += [(name, CounterMetricFamily, text) for name, text in _TIER_COUNTERS.items()]
+    for name, kind, text in families:
+        family = kind(f"headrace_kv_tier_{name}", text, labels=["tier"])
+        for stats in load.tiers:
+            family.add_metric([stats.tier.name.lower()], getattr(stats, name))
+        yield family

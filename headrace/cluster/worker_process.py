@@ -14,7 +14,9 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import structlog
@@ -32,7 +34,9 @@ from headrace.directory.publisher import Publisher
 from headrace.directory.records import Role, WorkerLoad, WorkerRecord
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.engine.block_pool import BlockPool, NamedBlock
+from headrace.engine.disk_tier import BlockLayout, DiskTier
 from headrace.engine.engine import Engine
+from headrace.engine.kv_memory import KvMemory
 from headrace.engine.load import load_runner
 from headrace.engine.sequence import Constraint
 from headrace.engine.structured import GrammarCompiler
@@ -43,6 +47,7 @@ from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.telemetry import serve_metrics
+from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
 from kv_transfer.carrier import Host
 from kv_transfer.layout import KvLayout
@@ -61,6 +66,7 @@ _WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _KV_SERVICE = kv_pb2.DESCRIPTOR.services_by_name["KvExchange"].full_name
 _ENGINE_STOP_TIMEOUT_S = 10.0
 _SERVER_GRACE_S = 1.0
+_DISK_CLOSE_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
 _MAX_HOLDS_SHOWN = 100
 
@@ -160,16 +166,34 @@ class WorkerProcess:
         settings = self._settings
         self._runner, self._cache = load_runner(self._files, settings.model, settings.engine)
         self._runner.warm_up(settings.engine.max_step_tokens)
-        pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens)
+        self._memory = KvMemory(self._cache, settings.engine.host_memory_bytes)
+        files = self._open_disk_tier() if settings.engine.disk_cache_dir else None
+        pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens, self._memory, files)
         self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())
+
+    def _open_disk_tier(self) -> DiskTier:
+        """In a directory of this worker's own; its id is the same after a restart."""
+        engine = self._settings.engine
+        layout = BlockLayout(
+            self._files.fingerprint, self._cache.dtype_name, engine.block_size_tokens, self._cache.block_bytes
+        )
+        own = Path(engine.disk_cache_dir) / f"worker-{quote(self._worker_id, safe='')}"
+        tier = DiskTier(own, layout, engine.disk_cache_bytes)
+        self._cleanup.push_async_callback(asyncio.to_thread, tier.close, _DISK_CLOSE_TIMEOUT_S)
+        return tier
 
     async def _start_transfers(self) -> None:
         kv = self._settings.kv
         pool = BlockRegion(
             self._cache.address, self._cache.num_blocks, self._cache.block_bytes, num_scratch=1
         )
+        regions = [pool]
+        if self._memory.num_host_blocks:
+            regions.append(
+                BlockRegion(self._memory.host_address, self._memory.num_host_blocks, pool.block_bytes)
+            )
         self._transfers = TransferThread(
-            lambda: self._make_transport(kv.transport, self._incarnation, [pool])
+            lambda: self._make_transport(kv.transport, self._incarnation, regions)
         )
         self._cleanup.push_async_callback(self._transfers.close)
         await self._transfers.start()
@@ -184,7 +208,7 @@ class WorkerProcess:
         self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc, self._host)
         metrics = self._serve_metrics()
         reads = ReadContext(
-            self._peers, settings.kv, SystemClock(), self._cache.checksums, metrics, self._own
+            self._peers, settings.kv, SystemClock(), self._memory.checksums, metrics, self._own
         )
         block_size_tokens = settings.engine.block_size_tokens
         fetcher = PrefixFetcher(reads, self._engine, self._cache.block_bytes, block_size_tokens)
@@ -193,6 +217,10 @@ class WorkerProcess:
         )
         self._exchange = KvExchangeService(self._engine, reads, fetcher, self._root_digest, block_size_tokens)
         self._decode = DecodeWorker(self._context) if self._role != Role.PREFILL else None
+        directory = RedisDirectory(settings.directory)
+        self._cleanup.push_async_callback(directory.close)
+        # Before the engine runs: its first step tells what is on disk from before.
+        self._publisher = Publisher(directory, self._record, settings.directory)
         self._engine.thread.start()
         self._cleanup.push_async_callback(asyncio.to_thread, self._engine.thread.stop, _ENGINE_STOP_TIMEOUT_S)
         self._cleanup.push_async_callback(self._end_background)
@@ -205,9 +233,6 @@ class WorkerProcess:
         own.address = await self._server.start()
         self._cleanup.push_async_callback(self._server.stop, _SERVER_GRACE_S)
 
-        directory = RedisDirectory(settings.directory)
-        self._cleanup.push_async_callback(directory.close)
-        self._publisher = Publisher(directory, self._record, settings.directory)
         await self._publisher.start()
         self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)
@@ -252,7 +277,7 @@ class WorkerProcess:
         while True:
             audit = await self._engine.call(lambda engine: engine.audit())
             busy = self._exchange.num_streams + (self._decode.num_requests if self._decode else 0)
-            if not (busy or audit.held or self._background):
+            if not (busy or audit.held or audit.host_held or self._background):
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
 
@@ -288,7 +313,7 @@ class WorkerProcess:
         if not task.cancelled() and task.exception() is not None:
             log.error("background task failed", task=task.get_name(), exc_info=task.exception())
 
-    def _publish_blocks(self, stored: list[bytes], removed: list[bytes]) -> None:
+    def _publish_blocks(self, stored: dict[bytes, Tier], removed: list[bytes]) -> None:
         self._publisher.add(stored, removed)
 
     def _record(self) -> WorkerRecord:
@@ -354,6 +379,10 @@ class WorkerProcess:
                 filling=audit.filling,
                 quarantined=audit.quarantined,
                 problems=audit.problems,
+                host_total=audit.host_total,
+                host_free=audit.host_free,
+                host_cached=audit.host_cached,
+                host_held=audit.host_held,
             ),
         )
 

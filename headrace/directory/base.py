@@ -1,4 +1,4 @@
-"""The directory seam: who is alive, and which worker holds which blocks.
+"""The directory seam: who is alive, and which worker holds which blocks in which tier.
 
     publisher (worker) ── register, publish, remove ──▶ directory ── workers, blocks, events ──▶ watcher (router)
 
@@ -13,11 +13,12 @@ directory does not answer in time; whether a write was done is then unknown, and
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.directory.records import DirectoryEvent, WorkerRecord
+from headrace.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,12 @@ class BlockSnapshot:
     """All blocks of an incarnation as they were right after its event `sequence`."""
 
     sequence: int
-    hashes: frozenset[bytes]
+    blocks: Mapping[bytes, Tier]  # by block hash
 
 
 class Directory(Protocol):
     async def register(
-        self, record: WorkerRecord, sequence: int, blocks: Collection[bytes], *, take_over: bool
+        self, record: WorkerRecord, sequence: int, blocks: Mapping[bytes, Tier], *, take_over: bool
     ) -> bool:
         """Replace record and block set, and announce it as RELOAD event `sequence`.
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from headrace.clock import Clock
 from headrace.config import DirectorySettings
 from headrace.directory.base import BlockSnapshot
 from headrace.directory.records import DirectoryEvent, EventKind, WorkerRecord
+from headrace.tier import Tier
 
 
 @dataclass(slots=True)
 class _Entry:
     record: WorkerRecord
     sequence: int
-    blocks: set[bytes]
+    blocks: dict[bytes, Tier]
     expires_at: float
 
 
@@ -31,12 +32,12 @@ class MemoryDirectory:
         self._news = asyncio.Condition()
 
     async def register(
-        self, record: WorkerRecord, sequence: int, blocks: Collection[bytes], *, take_over: bool
+        self, record: WorkerRecord, sequence: int, blocks: Mapping[bytes, Tier], *, take_over: bool
     ) -> bool:
         holder = self._live(record.worker_id)
         if holder is not None and holder.record.incarnation != record.incarnation and not take_over:
             return False
-        self._entries[record.worker_id] = _Entry(record, sequence, set(blocks), self._expiry())
+        self._entries[record.worker_id] = _Entry(record, sequence, dict(blocks), self._expiry())
         await self._announce(
             DirectoryEvent(record.worker_id, record.incarnation, sequence, kind=EventKind.RELOAD)
         )
@@ -51,9 +52,10 @@ class MemoryDirectory:
             return False
         entry.record, entry.sequence, entry.expires_at = record, event.sequence, self._expiry()
         entry.blocks.update(event.stored)
-        entry.blocks.difference_update(event.removed)
+        for block in event.removed:
+            entry.blocks.pop(block, None)
         whole = event.kind is EventKind.RELOAD
-        await self._announce(replace(event, stored=(), removed=()) if whole else event)
+        await self._announce(replace(event, stored={}, removed=()) if whole else event)
         return True
 
     async def remove(self, worker_id: str, incarnation: str) -> None:
@@ -70,7 +72,7 @@ class MemoryDirectory:
         entry = self._live(worker_id)
         if entry is None or entry.record.incarnation != incarnation:
             return None
-        return BlockSnapshot(entry.sequence, frozenset(entry.blocks))
+        return BlockSnapshot(entry.sequence, dict(entry.blocks))
 
     async def events(self, after: str, timeout_s: float) -> tuple[str, list[DirectoryEvent]]:
         if not after:

@@ -1,4 +1,4 @@
-"""A worker's voice in the directory: its record, and which blocks it holds. Runs on the worker process's event loop.
+"""A worker's voice in the directory: its record, and which blocks it holds in which tier. Runs on its event loop.
 
     engine step ─▶ add(stored, removed) ─▶ pending changes ── every publish_interval_s ─▶ directory
 
@@ -10,7 +10,7 @@ outage, so memory is bounded by the worker's own cache.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import structlog
@@ -20,6 +20,7 @@ from headrace.config import DirectorySettings
 from headrace.directory.base import Directory, retry_delay_s
 from headrace.directory.records import DirectoryEvent, EventKind, WorkerRecord
 from headrace.errors import Unavailable
+from headrace.tier import Tier
 
 log = structlog.get_logger()
 
@@ -43,9 +44,9 @@ class Publisher:
         self._refresh_s = settings.worker_ttl_s / 3
         self._interval_s = min(settings.publish_interval_s, self._refresh_s)
         self._clock = clock or SystemClock()
-        self._blocks: set[bytes] = set()
-        self._stored: set[bytes] = set()  # pending, disjoint from _removed
-        self._removed: set[bytes] = set()
+        self._blocks: dict[bytes, Tier] = {}
+        # Pending: blocks that are not in the tier that the directory was told, with that one. None: in none.
+        self._pending: dict[bytes, Tier | None] = {}
         self._sequence = 0
         self._in_step = False  # the directory held all but the pending changes when it last answered
         self._published: WorkerRecord | None = None
@@ -55,19 +56,17 @@ class Publisher:
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, stored: list[bytes], removed: list[bytes]) -> None:
-        """Blocks that became readable by hash, and blocks that are no longer. A hash in both lists was removed first.
+    def add(self, stored: Mapping[bytes, Tier], removed: list[bytes]) -> None:
+        """Blocks by the tier they are in now, and blocks that are in none any more. A hash in both was removed first.
 
         What comes and goes between two publishes cancels out.
         """
         for block in removed:
             if block in self._blocks:
-                self._blocks.discard(block)
-                _toggle(block, self._stored, self._removed)
-        for block in stored:
-            if block not in self._blocks:
-                self._blocks.add(block)
-                _toggle(block, self._removed, self._stored)
+                self._note(block, self._blocks.pop(block), None)
+        for block, tier in stored.items():
+            self._note(block, self._blocks.get(block), tier)
+            self._blocks[block] = tier
 
     async def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Join the directory, taking the worker id over from an earlier incarnation; then publish in the background.
@@ -156,17 +155,16 @@ class Publisher:
         """Publish pending changes. Returns False if the directory is not where we left it."""
         assert self._published is not None
         news = replace(record, load=self._published.load) != self._published
-        if not (news or self._stored or self._removed or self._refresh_due()):
+        if not (news or self._pending or self._refresh_due()):
             return True
-        stored, self._stored = self._stored, set()
-        removed, self._removed = self._removed, set()
-        whole = news or len(stored) + len(removed) > _MAX_EVENT_BLOCKS
+        pending, self._pending = self._pending, {}
+        whole = news or len(pending) > _MAX_EVENT_BLOCKS
         event = DirectoryEvent(
             worker_id=record.worker_id,
             incarnation=record.incarnation,
             sequence=self._next_sequence(),
-            stored=tuple(stored),
-            removed=tuple(removed),
+            stored={block: self._blocks[block] for block in pending if block in self._blocks},
+            removed=tuple(block for block in pending if block not in self._blocks),
             kind=EventKind.RELOAD if whole else EventKind.CHANGED,
         )
         self._in_step = await self._directory.publish(record, event)
@@ -176,14 +174,18 @@ class Publisher:
 
     async def _register(self, record: WorkerRecord, *, take_over: bool) -> bool:
         """Send record and all blocks. Returns False if another incarnation holds the worker id."""
-        blocks = tuple(self._blocks)
-        self._stored, self._removed = set(), set()
+        blocks = dict(self._blocks)
+        self._pending = {}
         self._in_step = await self._directory.register(
             record, self._next_sequence(), blocks, take_over=take_over
         )
         if self._in_step:
             self._note_published(record)
         return self._in_step
+
+    def _note(self, block: bytes, before: Tier | None, after: Tier | None) -> None:
+        if self._pending.setdefault(block, before) is after:
+            del self._pending[block]
 
     def _next_sequence(self) -> int:
         # Counted on even if the write fails: it may have been done, and a number must not name two events.
@@ -195,14 +197,6 @@ class Publisher:
 
     def _note_published(self, record: WorkerRecord) -> None:
         self._published, self._published_at = record, self._clock.now()
-
-
-def _toggle(block: bytes, undone: set[bytes], done: set[bytes]) -> None:
-    """`block` changed: that either takes back a pending change or is one."""
-    if block in undone:
-        undone.discard(block)
-    else:
-        done.add(block)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

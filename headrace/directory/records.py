@@ -7,7 +7,7 @@ Made by publishers, read by watchers, the router's dispatch and `headrace status
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
@@ -15,8 +15,11 @@ import structlog
 from pydantic import Field, TypeAdapter, ValidationError
 
 from headrace.block_hash import DIGEST_BYTES
+from headrace.tier import Tier
 
 log = structlog.get_logger()
+
+ENTRY_BYTES = DIGEST_BYTES + 1  # a block hash and its tier
 
 _Count = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(gt=0)]
@@ -69,17 +72,21 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DirectoryEvent:
-    """A step in the life of one incarnation. `sequence` grows by one per event, so that a missing one shows."""
+    """A step in the life of one incarnation. `sequence` grows by one per event, so that a missing one shows.
+
+    `stored`: blocks that are in another tier than before, by the one they are in now. `removed`: in none any more.
+    """
 
     worker_id: str
     incarnation: str
     sequence: int
-    stored: tuple[bytes, ...] = ()
+    stored: Mapping[bytes, Tier] = field(default_factory=dict)
     removed: tuple[bytes, ...] = ()
     kind: EventKind = EventKind.CHANGED
 
 
 _RECORD = TypeAdapter(WorkerRecord)
+_TIER_BYTES = {tier: bytes([tier]) for tier in Tier}
 
 
 def record_to_json(record: WorkerRecord) -> bytes:
@@ -109,7 +116,7 @@ def event_to_fields(event: DirectoryEvent) -> dict[str, bytes]:
         "k": event.kind.encode(),
     }
     if event.kind is EventKind.CHANGED:
-        fields["s"] = b"".join(event.stored)
+        fields["s"] = join_entries(event.stored)
         fields["r"] = b"".join(event.removed)
     return fields
 
@@ -121,7 +128,7 @@ def event_from_fields(fields: Mapping[bytes, bytes]) -> DirectoryEvent | None:
             worker_id=fields[b"w"].decode(),
             incarnation=fields[b"i"].decode(),
             sequence=int(fields[b"n"]),
-            stored=_digests(fields.get(b"s", b"")),
+            stored=_entries(fields.get(b"s", b"")),
             removed=_digests(fields.get(b"r", b"")),
             kind=EventKind(fields[b"k"].decode()),
         )
@@ -130,7 +137,27 @@ def event_from_fields(fields: Mapping[bytes, bytes]) -> DirectoryEvent | None:
         return None
 
 
+def join_entries(blocks: Mapping[bytes, Tier]) -> bytes:
+    """ENTRY_BYTES each."""
+    return b"".join([digest + _TIER_BYTES[tier] for digest, tier in blocks.items()])
+
+
+def read_entry(entry: bytes) -> tuple[bytes, Tier]:
+    """Raises ValueError for what is not an entry."""
+    if len(entry) != ENTRY_BYTES:
+        raise ValueError(f"{len(entry)} bytes are not an entry of {ENTRY_BYTES}")
+    return entry[:DIGEST_BYTES], Tier(entry[DIGEST_BYTES])
+
+
+def _entries(joined: bytes) -> dict[bytes, Tier]:
+    return dict(read_entry(entry) for entry in _pieces(joined, ENTRY_BYTES))
+
+
 def _digests(joined: bytes) -> tuple[bytes, ...]:
-    if len(joined) % DIGEST_BYTES:
-        raise ValueError(f"{len(joined)} bytes are not whole digests of {DIGEST_BYTES}")
-    return tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))
+    return tuple(_pieces(joined, DIGEST_BYTES))
+
+
+def _pieces(joined: bytes, width: int) -> list[bytes]:
+    if len(joined) % width:
+        raise ValueError(f"{len(joined)} bytes are not whole pieces of {width}")
+    return [joined[start : start + width] for start in range(0, len(joined), width)]

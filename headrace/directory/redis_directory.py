@@ -2,7 +2,7 @@
 
     headrace:{cluster}:worker:<id>                 hash, expires: record (JSON), incarnation, sequence of its last event
     headrace:{cluster}:workers                     sorted set: worker id by the time its record expires (ms)
-    headrace:{cluster}:blocks:<id>:<incarnation>   set of block hashes, expires with the record
+    headrace:{cluster}:blocks:<id>:<incarnation>   set of block hash + tier (17 bytes), expires with the record
     headrace:{cluster}:events                      stream, bounded: what watchers follow
 
 The braces are part of the keys: with Redis Cluster all keys of one cluster of ours lie on one node. A script
@@ -12,7 +12,7 @@ makes each write one transaction that first looks who holds the worker id. Times
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,10 +32,13 @@ from headrace.directory.records import (
     WorkerRecord,
     event_from_fields,
     event_to_fields,
+    join_entries,
+    read_entry,
     record_from_json,
     record_to_json,
 )
 from headrace.errors import InvalidRequest, Unavailable
+from headrace.tier import Tier
 
 log = structlog.get_logger()
 
@@ -49,8 +52,8 @@ _MAX_EVENTS_READ = 512
 _WRITE = """
 local worker, names, blocks, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local mode, id, incarnation, sequence = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local ttl_ms, width, record, stored, removed = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8], ARGV[9]
-local max_events, event_fields = ARGV[10], {unpack(ARGV, 11)}
+local ttl_ms, record, stored, removed = tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
+local width, num_tiers, max_events, event_fields = tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11], {unpack(ARGV, 12)}
 
 local holder = redis.call('HGET', worker, 'incarnation')
 if mode == 'publish' then
@@ -60,18 +63,25 @@ else
   redis.call('DEL', blocks)
 end
 
-local function each(command, joined)
+-- Each entry of so many bytes: its members of the set, made by `members(chunk, entry)`.
+local function each(command, joined, size, members)
   local chunk = {}
-  for start = 1, #joined, width do
-    chunk[#chunk + 1] = string.sub(joined, start, start + width - 1)
-    if #chunk == 1000 or start + width > #joined then
+  for start = 1, #joined, size do
+    members(chunk, string.sub(joined, start, start + size - 1))
+    if #chunk >= 1000 or start + size > #joined then
       redis.call(command, blocks, unpack(chunk))
       chunk = {}
     end
   end
 end
-each('SADD', stored)
-each('SREM', removed)
+local function in_any_tier(chunk, entry)
+  for tier = 0, num_tiers - 1 do chunk[#chunk + 1] = string.sub(entry, 1, width) .. string.char(tier) end
+end
+local function as_it_is(chunk, entry) chunk[#chunk + 1] = entry end
+-- A block is in the set once, in the tier it was stored in last.
+if mode == 'publish' then each('SREM', stored, width + 1, in_any_tier) end
+each('SADD', stored, width + 1, as_it_is)
+each('SREM', removed, width, in_any_tier)
 
 local clock = redis.call('TIME')
 local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -135,11 +145,9 @@ class RedisDirectory:
         self._remove_script = self._redis.register_script(_REMOVE)
 
     async def register(
-        self, record: WorkerRecord, sequence: int, blocks: Collection[bytes], *, take_over: bool
+        self, record: WorkerRecord, sequence: int, blocks: Mapping[bytes, Tier], *, take_over: bool
     ) -> bool:
-        event = DirectoryEvent(
-            record.worker_id, record.incarnation, sequence, tuple(blocks), kind=EventKind.RELOAD
-        )
+        event = DirectoryEvent(record.worker_id, record.incarnation, sequence, blocks, kind=EventKind.RELOAD)
         return await self._write("take_over" if take_over else "register", record, event)
 
     async def publish(self, record: WorkerRecord, event: DirectoryEvent) -> bool:
@@ -178,14 +186,14 @@ class RedisDirectory:
             pipeline = self._redis.pipeline(transaction=True)
             pipeline.hmget(worker, "incarnation", "sequence")
             pipeline.smembers(blocks)
-            stored, hashes = await pipeline.execute(raise_on_error=False)
-        if isinstance(stored, ResponseError) or isinstance(hashes, ResponseError):
-            log.warning("worker's blocks ignored", worker=worker_id, reason=f"{stored!r:.80} {hashes!r:.80}")
+            stored, entries = await pipeline.execute(raise_on_error=False)
+        if isinstance(stored, ResponseError) or isinstance(entries, ResponseError):
+            log.warning("worker's blocks ignored", worker=worker_id, reason=f"{stored!r:.80} {entries!r:.80}")
             return None
         holder, sequence = stored
         if holder != incarnation.encode() or sequence is None or not sequence.isdigit():
             return None
-        return BlockSnapshot(int(sequence), frozenset(hashes))
+        return BlockSnapshot(int(sequence), _read_blocks(worker_id, entries))
 
     async def events(self, after: str, timeout_s: float) -> tuple[str, list[DirectoryEvent]]:
         stream = f"{self._prefix}:events"
@@ -210,10 +218,11 @@ class RedisDirectory:
             record.incarnation,
             event.sequence,
             self._ttl_ms,
-            DIGEST_BYTES,
             record_to_json(record),
-            b"".join(event.stored),
+            join_entries(event.stored),
             b"".join(event.removed),
+            DIGEST_BYTES,
+            len(Tier),
             _MAX_EVENTS,
             *_flat(event),
         ]
@@ -253,6 +262,18 @@ class RedisDirectory:
 
 def _flat(event: DirectoryEvent) -> list[Any]:
     return [part for field in event_to_fields(event).items() for part in field]
+
+
+def _read_blocks(worker_id: str, entries: Iterable[bytes]) -> dict[bytes, Tier]:
+    blocks: dict[bytes, Tier] = {}
+    for entry in entries:
+        try:
+            digest, tier = read_entry(entry)
+        except ValueError as error:
+            log.warning("worker's block ignored", worker=worker_id, reason=str(error))
+        else:
+            blocks[digest] = tier
+    return blocks
 
 
 def _read_record(name: str, stored: Any) -> WorkerRecord | None:

@@ -66,7 +66,7 @@ class DirectoryView:
         """The worker holds exactly the snapshot's blocks. Ignored if it is another incarnation by now."""
         if self.has(worker_id, incarnation):
             self._sequences[worker_id] = snapshot.sequence
-            self.index.replace(worker_id, snapshot.hashes)
+            self.index.replace(worker_id, snapshot.blocks)
 
     def apply(self, event: DirectoryEvent) -> bool:
         """A CHANGED event of an incarnation in the view. Returns False if one before it is missing: load its blocks.

@@ -38,6 +38,7 @@ from headrace.engine.sequence import (
     StepPlan,
     finish_reason,
 )
+from headrace.engine.tiers import TierStats
 from headrace.errors import (
     AlreadyExists,
     HeadraceError,
@@ -70,6 +71,7 @@ class EngineLoad:
     preemptions: int
     expired_holds: int
     prefill_tokens_per_s: float  # lately, by steps that mostly prefilled; 0: not known yet
+    tiers: list[TierStats]  # of the device, and of what there is below
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class Engine:
         """Hold the leading blocks of `names` that are here, for one reader; none are: no hold. Raises AlreadyExists."""
         if self._pool.owns(owner) or self._scheduler.find(owner):
             raise AlreadyExists(f"lease {owner} is in use")
-        block_ids = self._pool.match(names)
+        block_ids = self._pool.find_for_reader(names)
         if not block_ids:
             return Lease([], [])
         hold = Hold(owner, reason, block_ids, ttl_s, self.clock.now() + ttl_s, reader)
@@ -177,7 +179,7 @@ class Engine:
         been recycled since, PermissionDenied as `renew_hold`.
         """
         self._check_reader(owner, reader)
-        changed = [i for i, told in (generations or {}).items() if not self._is_generation(i, told)]
+        changed = [i for i, told in (generations or {}).items() if not self._pool.is_generation(i, told)]
         if not self._pool.release_hold(owner):
             return False
         self._fail(owner, RequestCancelled(f"the hold of {owner} was released"))
@@ -215,7 +217,7 @@ class Engine:
         self._pool.abandon_import(owner)
 
     def reset_cache(self) -> None:
-        """Forget all cached blocks that nobody uses or holds."""
+        """Forget all cached blocks that nobody uses or holds, in every tier."""
         self._pool.forget_cached()
 
     def fail(self, sequence_id: str, error: HeadraceError) -> None:
@@ -240,12 +242,12 @@ class Engine:
         return bool(self._scheduler.num_running or self._scheduler.num_waiting)
 
     def num_cached_blocks(self, hashes: list[bytes]) -> int:
-        """How many blocks of this prefix are in the tree."""
-        return len(self._pool.match(hashes))
+        """How many blocks of this prefix need not be computed, whichever tier they are in."""
+        return self._pool.num_cached_blocks(hashes)
 
     def missing(self, names: Items[NamedBlock]) -> list[NamedBlock]:
         """Those that are not here."""
-        return [name for name in names if not self._pool.knows(name.digest)]
+        return [name for name in names if self._pool.tier(name.digest) is None]
 
     def hottest(self, max_blocks: int) -> list[NamedBlock]:
         """The blocks most worth keeping, each behind its parent."""
@@ -280,6 +282,7 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             expired_holds=self._num_expired_holds,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
+            tiers=self._pool.tier_stats(),
         )
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -290,6 +293,7 @@ class Engine:
         `early`, where given, gets what is known before the model runs (Started, Reserved and the like), if anything.
         """
         self.expire_holds()
+        self._pool.start_step()
         num_events = len(self._events)
         plan = self._scheduler.schedule(self._events, self.clock.now())
         self._watch_for_stall(progressed=bool(plan.chunks) or len(self._events) > num_events)
@@ -391,10 +395,6 @@ class Engine:
     def _emit(self, sequence_id: str, choice: int, token: Drawn, reason: FinishReason | None) -> None:
         self._num_output_tokens += 1
         self._events.append(NewToken(sequence_id, token.token_id, reason, choice, token.logprobs))
-
-    def _is_generation(self, block_id: int, told: int) -> bool:
-        """Whether the block has not been recycled since somebody was told its generation."""
-        return 0 <= block_id < self._pool.num_blocks and self._pool.generation(block_id) == told
 
     def _check_reader(self, owner: str, reader: str | None) -> None:
         hold = self._pool.find_hold(owner)

@@ -16,10 +16,8 @@ positions of n blocks (n * block_size).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-import xxhash
 
 from headrace.config import EngineSettings
 from headrace.engine.native.packing import huge_pages
@@ -113,11 +111,6 @@ class KvCache:
             return rows.view(torch.float8_e4m3fn).float().to(self.dtype)
         scale = rows[..., self.head_dim :].contiguous().view(torch.float32)
         return (rows[..., : self.head_dim].float() * scale).to(self.dtype)
-
-    def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """xxh3-64 of each block's bytes. May be called from any thread; the caller sees to it that nobody writes."""
-        flat = self.tensor.view(self.num_blocks, -1).view(torch.uint8).numpy()
-        return [xxhash.xxh3_64_intdigest(flat[block_id]) for block_id in block_ids]
 
 
 def _row(head_dim: int, dtype: torch.dtype, quantization: str) -> tuple[torch.dtype, int]:

@@ -56,6 +56,11 @@ class PrefixTree:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._nodes
 
+    def find(self, digest: bytes) -> int | None:
+        """The block of that name."""
+        node = self._nodes.get(digest)
+        return None if node is None else node.block_id
+
     @property
     def num_idle(self) -> int:
         return sum(self._num_leaves) + len(self._idle_inner)

@@ -266,25 +266,25 @@ class Scheduler:
     def _admit(self, step: _Step, before: Sequence | None = None) -> None:
         """Admit what fits; where `before` is given, only sequences that come before it in rank."""
         while self._waiting:
-            admission = self._next_admission(step.budget, before)
-            if admission is None:
+            index = self._next_admission(step.budget, before)
+            if index is None:
                 return
-            index, matched = admission
             for passed in self._waiting[:index]:
                 passed.num_overtaken += 1
             sequence = self._dequeue(index)
             is_first = not sequence.was_admitted
-            self._take_blocks(sequence, matched)
+            self._take_blocks(sequence)
             if sequence.from_outside:
-                step.events.append(Reserved(sequence.id, list(sequence.block_ids), len(matched)))
+                num_cached = sequence.num_computed // self._pool.block_size_tokens
+                step.events.append(Reserved(sequence.id, list(sequence.block_ids), num_cached))
                 continue
             if is_first:
                 step.events.append(Started(sequence.id, sequence.num_cached_tokens))
             self._hold_blocks(sequence, step.now_s)
             step.plan(sequence)
 
-    def _next_admission(self, budget: int, before: Sequence | None = None) -> tuple[int, list[int]] | None:
-        """The next to be admitted as its index in the queue, and the cached blocks for it. Changes nothing."""
+    def _next_admission(self, budget: int, before: Sequence | None = None) -> int | None:
+        """Index in the queue of the next to be admitted. Changes nothing."""
         if len(self._running) >= self._max_sequences:
             return None
         for index, waiting in enumerate(self._waiting[:LOOK_AHEAD]):
@@ -292,34 +292,39 @@ class Scheduler:
             # A reservation computes nothing, so it needs no budget.
             if not (budget or sequence.from_outside) or (before and before.rank < sequence.rank):
                 return None
-            matched = self._fit(waiting)
-            if matched is not None:
-                return index, matched
+            if self._fits(waiting):
+                return index
             if waiting.num_overtaken >= MAX_OVERTAKEN:
                 return None
         return None
 
-    def _fit(self, waiting: _Waiting) -> list[int] | None:
-        """The cached blocks for the sequence, if there is room for the rest of it now."""
+    def _fits(self, waiting: _Waiting) -> bool:
+        """Whether there is room now for what the sequence needs beyond its blocks in the tree. Blocks that come back
+        from lower tiers take as much room as those that are computed.
+        """
         num_gains = self._pool.num_returned + self._num_left
         # Walking through its blocks in each step would take long. It can fit only once somebody has given up blocks or
         # the room kept for his growth, or once more of its prompt is in the tree.
         if waiting.looked_at == num_gains and not (waiting.missed and self._pool.knows(waiting.missed)):
-            return None
+            return False
         sequence = waiting.sequence
+        hashes = self._reusable_hashes(sequence)
+        matched = self._pool.match(hashes)
+        num_new = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
+        if num_new + self._headroom(sequence) <= self._pool.num_available_beside(matched):
+            return True
+        waiting.looked_at = num_gains
+        waiting.missed = hashes[len(matched)] if len(matched) < len(hashes) else None
+        return False
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Names of the blocks that need not be computed, if they are found."""
         self._extend_hashes(sequence)
         # At least one token goes through the model, for its logits; a reserved sequence brings its next token along.
         num_known = len(sequence.token_ids) - (not sequence.from_outside)
         if sequence.lacks_prompt_logprobs:
             num_known = min(num_known, sequence.num_prompt_logprobs)
-        hashes = sequence.hashes[: num_known // self._pool.block_size_tokens]
-        matched = self._pool.match(hashes)
-        num_new = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
-        if num_new + self._headroom(sequence) <= self._pool.num_available_beside(matched):
-            return matched
-        waiting.looked_at = num_gains
-        waiting.missed = hashes[len(matched)] if len(matched) < len(hashes) else None
-        return None
+        return sequence.hashes[: num_known // self._pool.block_size_tokens]
 
     def _headroom(self, sequence: Sequence) -> int:
         """Blocks to be left over when the sequence is admitted.
@@ -341,12 +346,13 @@ class Scheduler:
         num_tokens = sequence.num_prompt_tokens + sequence.sampling.max_tokens - 1
         return max(0, self._pool.blocks_for(num_tokens) - num_blocks)
 
-    def _take_blocks(self, sequence: Sequence, matched: list[int]) -> None:
-        num_new = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
-        self._pool.share(matched, sequence.retention)
+    def _take_blocks(self, sequence: Sequence) -> None:
+        hashes = self._reusable_hashes(sequence)
+        cached = self._pool.take_cached(hashes, sequence.root, sequence.retention)
+        num_new = self._pool.blocks_for(len(sequence.token_ids)) - len(cached)
         new = self._pool.fill(num_new) if sequence.from_outside else self._pool.allocate(num_new)
-        sequence.block_ids = [*matched, *new]
-        sequence.num_computed = len(matched) * self._pool.block_size_tokens
+        sequence.block_ids = [*cached, *new]
+        sequence.num_computed = len(cached) * self._pool.block_size_tokens
         sequence.state = State.RESERVED if sequence.from_outside else State.RUNNING
         insort(self._running, sequence, key=_rank)
         if not sequence.was_admitted:

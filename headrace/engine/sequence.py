@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError
 from headrace.sampling_params import FinishReason, SamplingParams, TokenLogprobs
+from headrace.tier import Tier
 
 # A level of priority is worth some seconds of waiting (`scheduler.py`), never more than the whole range.
 MIN_PRIORITY, MAX_PRIORITY = -4, 4
@@ -229,10 +230,12 @@ Event = NewToken | PromptLogprobs | Started | BlocksReady | Reserved | Failed
 
 @dataclass(slots=True)
 class StepOutput:
-    """What happened since the last one, in order. `stored` and `removed` are block hashes for the directory."""
+    """What happened since the last one, in order. For the directory: hashes of blocks that are in another tier than
+    before, with the tier they are in now, and of blocks that are in none any more.
+    """
 
     events: list[Event] = field(default_factory=list)
-    stored: list[bytes] = field(default_factory=list)
+    stored: dict[bytes, Tier] = field(default_factory=dict)
     removed: list[bytes] = field(default_factory=list)
 
     def __bool__(self) -> bool:

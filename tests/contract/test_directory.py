@@ -15,7 +15,8 @@ from headrace.directory.base import BlockSnapshot, Directory
 from headrace.directory.memory_directory import MemoryDirectory
 from headrace.directory.records import DirectoryEvent, EventKind
 from headrace.directory.redis_directory import RedisDirectory
-from tests.support.directory_samples import RECORD, digests, record
+from headrace.tier import Tier
+from tests.support.directory_samples import RECORD, digests, in_tier, on_device, record
 
 TTL_S = 30.0
 SHORT_TTL_S = 0.2
@@ -64,14 +65,12 @@ def directory(make) -> Directory:
 @pytest.fixture
 async def joined(directory) -> Directory:
     """Holds the sample record with blocks 1 and 2 as of event 1."""
-    assert await directory.register(RECORD, 1, digests(1, 2), take_over=True)
+    assert await directory.register(RECORD, 1, on_device(1, 2), take_over=True)
     return directory
 
 
 def changed(sequence, stored=(), removed=(), incarnation="first"):
-    return DirectoryEvent(
-        "decode-0", incarnation, sequence, tuple(digests(*stored)), tuple(digests(*removed))
-    )
+    return DirectoryEvent("decode-0", incarnation, sequence, on_device(*stored), tuple(digests(*removed)))
 
 
 async def state(directory):
@@ -83,7 +82,7 @@ async def state(directory):
 
 
 def holds(record_now, sequence, *numbers):
-    return {record_now}, {record_now.incarnation: BlockSnapshot(sequence, frozenset(digests(*numbers)))}
+    return {record_now}, {record_now.incarnation: BlockSnapshot(sequence, on_device(*numbers))}
 
 
 async def test_empty(directory):
@@ -100,22 +99,22 @@ async def test_registered(joined):
 
 async def test_registering_again_replaces_everything(joined):
     busy = record(draining=True)
-    assert await joined.register(busy, 5, digests(3), take_over=False)
+    assert await joined.register(busy, 5, on_device(3), take_over=False)
     assert await state(joined) == holds(busy, 5, 3)
 
 
 async def test_registered_without_blocks(directory):
-    assert await directory.register(RECORD, 1, [], take_over=True)
+    assert await directory.register(RECORD, 1, {}, take_over=True)
     assert await state(directory) == holds(RECORD, 1)
 
 
 async def test_a_held_worker_id_is_kept(joined):
-    assert not await joined.register(SUCCESSOR, 1, digests(7), take_over=False)
+    assert not await joined.register(SUCCESSOR, 1, on_device(7), take_over=False)
     assert await state(joined) == holds(RECORD, 1, 1, 2)
 
 
 async def test_a_held_worker_id_is_taken_over(joined):
-    assert await joined.register(SUCCESSOR, 1, digests(7), take_over=True)
+    assert await joined.register(SUCCESSOR, 1, on_device(7), take_over=True)
     assert await state(joined) == holds(SUCCESSOR, 1, 7)
     assert await joined.blocks("decode-0", "first") is None
     assert not await joined.publish(RECORD, changed(2, stored=[9]))
@@ -126,6 +125,25 @@ async def test_published_changes_record_and_blocks(joined):
     busy = record(draining=True)
     assert await joined.publish(busy, changed(2, stored=[3], removed=[1]))
     assert await state(joined) == holds(busy, 2, 2, 3)
+
+
+async def test_a_block_is_in_the_tier_that_it_was_stored_in_last(joined):
+    await joined.publish(RECORD, DirectoryEvent("decode-0", "first", 2, in_tier(Tier.DISK, 1, 3)))
+    await joined.publish(RECORD, DirectoryEvent("decode-0", "first", 3, in_tier(Tier.HOST, 1)))
+    snapshot = await joined.blocks("decode-0", "first")
+    assert snapshot == BlockSnapshot(3, in_tier(Tier.HOST, 1) | on_device(2) | in_tier(Tier.DISK, 3))
+    assert await joined.publish(RECORD, changed(4, removed=[1, 2, 3]))
+    assert await state(joined) == holds(RECORD, 4)
+
+
+async def test_tiers_survive_registration_and_events(joined):
+    position, _ = await joined.events("", 0)
+    blocks = on_device(1) | in_tier(Tier.HOST, 2) | in_tier(Tier.DISK, 3)
+    assert await joined.register(RECORD, 2, blocks, take_over=False)
+    assert await joined.blocks("decode-0", "first") == BlockSnapshot(2, blocks)
+    event = DirectoryEvent("decode-0", "first", 3, in_tier(Tier.HOST, 1) | in_tier(Tier.DISK, 2))
+    await joined.publish(RECORD, event)
+    assert (await joined.events(position, 5))[1][-1] == event
 
 
 async def test_an_event_without_changes_is_applied(joined):
@@ -153,7 +171,7 @@ async def test_publishing_before_registering_does_nothing(directory):
 
 @pytest.mark.parametrize("num_blocks", [999, 1000, 1001, 10_000])
 async def test_many_blocks(directory, num_blocks):
-    assert await directory.register(RECORD, 1, digests(*range(num_blocks)), take_over=True)
+    assert await directory.register(RECORD, 1, on_device(*range(num_blocks)), take_over=True)
     assert await state(directory) == holds(RECORD, 1, *range(num_blocks))
     assert await directory.publish(RECORD, changed(2, removed=range(num_blocks - 1)))
     assert await state(directory) == holds(RECORD, 2, num_blocks - 1)
@@ -167,7 +185,7 @@ async def test_removed(joined):
 
 
 async def test_removing_an_earlier_incarnation_touches_nothing(joined):
-    await joined.register(SUCCESSOR, 1, digests(7), take_over=True)
+    await joined.register(SUCCESSOR, 1, on_device(7), take_over=True)
     await joined.remove("decode-0", "first")
     assert await state(joined) == holds(SUCCESSOR, 1, 7)
 
@@ -175,10 +193,8 @@ async def test_removing_an_earlier_incarnation_touches_nothing(joined):
 async def test_events_in_order(joined):
     start, _ = await joined.events("", 0)
     await joined.publish(RECORD, changed(2, stored=[3], removed=[1]))
-    await joined.publish(
-        RECORD, DirectoryEvent("decode-0", "first", 3, tuple(digests(4)), kind=EventKind.RELOAD)
-    )
-    await joined.register(RECORD, 5, digests(8), take_over=False)
+    await joined.publish(RECORD, DirectoryEvent("decode-0", "first", 3, on_device(4), kind=EventKind.RELOAD))
+    await joined.register(RECORD, 5, on_device(8), take_over=False)
     await joined.remove("decode-0", "first")
     end, events = await joined.events(start, 5)
     assert events == [
@@ -210,7 +226,7 @@ async def test_waits_for_the_next_event(joined):
 async def test_waits_from_the_very_beginning(directory):
     position, _ = await directory.events("", 0)
     reading = asyncio.create_task(directory.events(position, 10))
-    await directory.register(RECORD, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
     assert [event.sequence for event in (await reading)[1]] == [1]
 
 
@@ -223,22 +239,22 @@ async def test_readers_do_not_take_events_from_each_other(joined):
 
 async def test_unrefreshed_expires(make):
     directory, expire = make(SHORT_TTL_S)
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     await expire()
     assert await directory.workers() == {}
     assert await directory.blocks("decode-0", "first") is None
     assert not await directory.publish(RECORD, changed(2))
-    assert await directory.register(SUCCESSOR, 1, digests(2), take_over=False)
+    assert await directory.register(SUCCESSOR, 1, on_device(2), take_over=False)
     assert await state(directory) == holds(SUCCESSOR, 1, 2)
 
 
 async def test_many_workers_at_once(directory):
     fleet = [record(worker_id=f"w{n}", incarnation=f"i{n}") for n in range(20)]
     results = await asyncio.gather(
-        *(directory.register(each, 1, digests(n), take_over=True) for n, each in enumerate(fleet))
+        *(directory.register(each, 1, on_device(n), take_over=True) for n, each in enumerate(fleet))
     )
     assert all(results)
     assert set(await directory.workers()) == set(fleet)
     for n, each in enumerate(fleet):
         snapshot = await directory.blocks(each.worker_id, each.incarnation)
-        assert snapshot == BlockSnapshot(1, frozenset(digests(n)))
+        assert snapshot == BlockSnapshot(1, on_device(n))

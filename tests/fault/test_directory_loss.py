@@ -20,7 +20,7 @@ from headrace.directory.publisher import Publisher
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.directory.view import DirectoryView
 from headrace.directory.watcher import Watcher
-from tests.support.directory_samples import digests, record, until
+from tests.support.directory_samples import digests, lengths, on_device, record, until
 
 TTL_S = 0.6
 
@@ -57,7 +57,7 @@ class Fleet:
 
     async def start(self, worker_id: str, *numbers: int, incarnation: str = "first") -> Worker:
         worker = Worker(self.settings, worker_id, incarnation)
-        worker.publisher.add(digests(*numbers), [])
+        worker.publisher.add(on_device(*numbers), [])
         await worker.publisher.start()
         self.workers.append(worker)
         return worker
@@ -67,7 +67,7 @@ class Fleet:
         await worker.crash()
 
     def matched(self, *numbers: int, view: DirectoryView | None = None) -> dict[str, int]:
-        return (view or self.view).index.match(digests(*numbers))
+        return lengths((view or self.view).index.match(digests(*numbers)))
 
     async def close(self) -> None:
         for worker in self.workers:
@@ -107,7 +107,7 @@ async def test_killed_and_restarted_empty(fleet, server):
     with capture_logs() as logs:
         os.kill(server.pid, signal.SIGKILL)
         await longer_than_the_ttl(fleet, seen={"a", "b"})
-        fleet.workers[0].publisher.add(digests(4), digests(2))  # work goes on without a directory
+        fleet.workers[0].publisher.add(on_device(4), digests(2))  # work goes on without a directory
         assert fleet.matched(1, 2, 3) == {"a": 3, "b": 2}
         server.stop()
         server.start()
@@ -145,7 +145,7 @@ async def test_flushed_while_everybody_is_connected(fleet, server):
     async with asyncio.timeout(20):
         await fleet.workers[0].directory._redis.flushall()
     await longer_than_the_ttl(fleet, seen={"a", "b"})
-    fleet.workers[1].publisher.add(digests(3), [])
+    fleet.workers[1].publisher.add(on_device(3), [])
     await until(lambda: fleet.matched(1, 2, 3) == {"a": 3, "b": 3})
 
 
@@ -154,7 +154,7 @@ async def test_paused(fleet, server, monkeypatch):
     os.kill(server.pid, signal.SIGSTOP)
     try:
         await longer_than_the_ttl(fleet, seen={"a", "b"})
-        fleet.workers[0].publisher.add(digests(4), digests(2))
+        fleet.workers[0].publisher.add(on_device(4), digests(2))
     finally:
         os.kill(server.pid, signal.SIGCONT)
     await until(lambda: fleet.matched(1, 2, 3) == {"a": 1, "b": 2})
@@ -164,9 +164,9 @@ async def test_paused(fleet, server, monkeypatch):
 async def test_many_restarts_in_a_row(fleet, server):
     for number in range(10, 15):
         server.stop()
-        fleet.workers[0].publisher.add(digests(number), digests(number - 1))
+        fleet.workers[0].publisher.add(on_device(number), digests(number - 1))
         server.start()
-        await until(lambda number=number: fleet.view.index.blocks("a") == frozenset(digests(1, 2, 3, number)))
+        await until(lambda number=number: fleet.view.index.blocks("a") == on_device(1, 2, 3, number))
     assert set(fleet.view.workers) == {"a", "b"}
 
 
@@ -198,7 +198,7 @@ async def test_restarted_under_the_same_id_without_leaving(fleet):
 async def test_an_old_process_that_lives_on_does_not_take_its_id_back(fleet):
     with capture_logs() as logs:
         await fleet.start("a", 7, incarnation="second")
-        fleet.workers[0].publisher.add(digests(8), [])
+        fleet.workers[0].publisher.add(on_device(8), [])
         await until(lambda: any(line["log_level"] == "error" for line in logs))
     for _ in range(40):
         await asyncio.sleep(TTL_S / 20)

@@ -207,8 +207,9 @@ async def test_the_router_names_the_worker_that_holds_the_last_turn(settings, ex
             stub = inference_pb2_grpc.InferenceStub(channel)
             await _until(lambda: router.view.workers)
             assert await _answer(stub, PROMPT) == expected
-            matched = _hashes(settings, turn)
-            await _until(lambda: router.view.index.match(matched).get(d.worker_id, 0) > NUM_FULL)
+            hashes = _hashes(settings, turn)
+            await _until(lambda: d.worker_id in router.view.index.match(hashes))
+            await _until(lambda: router.view.index.match(hashes)[d.worker_id].num_blocks > NUM_FULL)
             async with workers(settings, P) as [p]:
                 await _until(lambda: p.worker_id in router.view.workers)
                 await _answer(stub, turn)

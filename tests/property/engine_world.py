@@ -7,6 +7,7 @@ positions were computed, what the directory believes to be cached, and who comes
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from headrace.block_hash import extend
@@ -28,12 +29,14 @@ from headrace.engine.sequence import (
 )
 from headrace.errors import Overloaded, RequestCancelled, Unavailable
 from headrace.sampling_params import FinishReason
+from headrace.tier import Tier
 from tests.property.operations import Choices, Operation
 from tests.support.audit import assert_idle_pool, assert_sound
 from tests.support.engine_driver import ROOT, VOCAB_SIZE, EngineDriver, make_sequence
 
 B = 2
 NUM_BLOCKS = 10
+Tiers = dict[bytes, Tier]
 MAX_STEP_TOKENS = 4
 MAX_SEQUENCES = 4
 MAX_WAITING = 6
@@ -77,17 +80,18 @@ class Seen:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, num_host_blocks: int = 0) -> None:
         self.driver = EngineDriver(
             NUM_BLOCKS,
             B,
+            num_host_blocks=num_host_blocks,
             max_step_tokens=MAX_STEP_TOKENS,
             max_sequences=MAX_SEQUENCES,
             max_waiting=MAX_WAITING,
         )
         self.engine = self.driver.engine
         self.seen: dict[str, Seen] = {}
-        self.believed: set[bytes] = set()  # block hashes that a listener believes to be in the tree
+        self.believed: dict[bytes, Tier] = {}  # what a listener believes to be cached, and where
         self.num_queried = 0
         self.num_hits = 0
         self.num_drawn = 0
@@ -204,7 +208,7 @@ class World:
         preemptible = [seen for seen in running if seen.can_be_preempted]
         num_steps = len(self.driver.runner.steps)
         outputs: list[StepOutput] = []
-        believed = set(self.believed)
+        believed = dict(self.believed)
         outputs.append(self.engine.step(early=lambda output: self.take_early(output, outputs)))
         chunks = [chunk for step in self.driver.runner.steps[num_steps:] for chunk in step]
         preempted = [s for s in preemptible if s.sequence.num_preemptions > s.num_preemptions]
@@ -213,9 +217,9 @@ class World:
             seen.num_computed = seen.num_overtaken = 0
         # What was in the tree when sequences were admitted: not less than right before the model ran, and not more than
         # before, with what was adopted meanwhile.
-        self.take(outputs[0], (self.believed_after(outputs[:1]), believed | set(outputs[0].stored)), chunks)
+        self.take(outputs[0], (self.believed_after(outputs[:1]), believed | outputs[0].stored), chunks)
         for output in outputs[1:]:
-            self.take(output, (set(), set()), [])
+            self.take(output, ({}, {}), [])
         self.last_in_rank_gave_way(preempted, preemptible)
         self.decodes_came_first(chunks, decoding)
         self.nobody_was_overtaken_for_ever(waiting)
@@ -223,14 +227,19 @@ class World:
     def take_early(self, output: StepOutput, outputs: list[StepOutput]) -> None:
         outputs.append(StepOutput(list(output.events), output.stored, output.removed))
 
-    def believed_after(self, outputs: list[StepOutput]) -> set[bytes]:
-        return self.believed.union(*(o.stored for o in outputs)).difference(*(o.removed for o in outputs))
+    def believed_after(self, outputs: list[StepOutput]) -> dict[bytes, Tier]:
+        believed = dict(self.believed)
+        for output in outputs:
+            believed |= output.stored
+            for digest in output.removed:
+                del believed[digest]
+        return believed
 
     def take(
-        self, output: StepOutput, known: tuple[set[bytes], set[bytes]], chunks: list[tuple[str, int, int]]
+        self, output: StepOutput, known: tuple[Tiers, Tiers], chunks: list[tuple[str, int, int]]
     ) -> None:
-        assert self.believed.isdisjoint(output.stored)
-        assert self.believed.issuperset(output.removed)
+        assert all(self.believed.get(digest) is not tier for digest, tier in output.stored.items())
+        assert self.believed.keys() >= set(output.removed)
         self.believed = self.believed_after([output])
         arrivals = [event for event in output.events if isinstance(event, (Started, Reserved))]
         for event in arrivals:
@@ -240,7 +249,7 @@ class World:
             if event not in arrivals:
                 self.take_event(event)
 
-    def take_arrival(self, event: Started | Reserved, known: tuple[set[bytes], set[bytes]]) -> None:
+    def take_arrival(self, event: Started | Reserved, known: tuple[Tiers, Tiers]) -> None:
         seen = self.seen[event.sequence_id]
         assert not seen.is_over
         if isinstance(event, Started):
@@ -398,7 +407,11 @@ class World:
         assert not self.engine.has_work
         assert_idle_pool(self.engine.audit())
         assert (self.engine.load().running, self.engine.load().waiting_tokens) == (0, 0)
-        assert set(self.driver.pool._tree.block_names().values()) == self.believed
+        assert self.believed == {digest: self.driver.pool.tier(digest) for digest in self.everything()}
+
+    def everything(self) -> set[bytes]:
+        pool = self.driver.pool
+        return {*pool._tree.block_names().values(), *pool._host.block_names().values()}
 
     # --- the world outside ------------------------------------------------------------------------------------------
 
@@ -422,7 +435,7 @@ class World:
             seen.may_fail = True
 
 
-def prefix_length(hashes: list[bytes], known: set[bytes]) -> int:
+def prefix_length(hashes: list[bytes], known: Collection[bytes]) -> int:
     return next((index for index, digest in enumerate(hashes) if digest not in known), len(hashes))
 
 

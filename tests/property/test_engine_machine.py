@@ -24,10 +24,18 @@ def short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 10_000, 1_000))
 def test_ten_thousand_sequences_of_operations(first: int):
-    run_seeds(lambda operations: World().run(operations), NAMES, 40, range(first, first + 1_000))
+    run_seeds(
+        lambda operations: World(first // 1_000 % 3 * 5).run(operations),
+        NAMES,
+        40,
+        range(first, first + 1_000),
+    )
 
 
-@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, MAX_NUMBER - 1)), max_size=60))
+@given(
+    st.integers(0, 8),
+    st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, MAX_NUMBER - 1)), max_size=60),
+)
 @settings(max_examples=100, deadline=None)
-def test_sequences_that_hypothesis_finds(operations: list[Operation]):
-    World().run(operations)
+def test_sequences_that_hypothesis_finds(num_host_blocks: int, operations: list[Operation]):
+    World(num_host_blocks).run(operations)

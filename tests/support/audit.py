@@ -10,10 +10,12 @@ def assert_sound(audit: PoolAudit) -> None:
     assert audit.problems == []
     parts = audit.free + audit.active + audit.cached + audit.held + audit.filling + audit.quarantined
     assert parts == audit.total, audit
+    assert audit.host_free + audit.host_cached + audit.host_held == audit.host_total, audit
 
 
 def assert_idle_pool(audit: PoolAudit) -> None:
     """Nothing runs, nothing is held: free + cached = total."""
     assert_sound(audit)
     assert (audit.active, audit.held, audit.filling, audit.quarantined) == (0, 0, 0, 0), audit
+    assert audit.host_held == 0, audit
     assert audit.free + audit.cached == audit.total

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from headrace.directory.base import BlockSnapshot, Directory
+from headrace.directory.prefix_index import Match
 from headrace.directory.records import DirectoryEvent, Role, WorkerLoad, WorkerRecord
 from headrace.errors import Unavailable
+from headrace.tier import Tier
 
 _DEADLINE_S = 20.0  # of what happens at once on an idle machine
 
@@ -44,6 +46,19 @@ def digests(*numbers: int) -> list[bytes]:
     return [digest(number) for number in numbers]
 
 
+def in_tier(tier: Tier, *numbers: int) -> dict[bytes, Tier]:
+    return dict.fromkeys(digests(*numbers), tier)
+
+
+def on_device(*numbers: int) -> dict[bytes, Tier]:
+    return in_tier(Tier.DEVICE, *numbers)
+
+
+def lengths(matched: Mapping[str, Match]) -> dict[str, int]:
+    """In blocks, of all tiers together."""
+    return {worker_id: match.num_blocks for worker_id, match in matched.items()}
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that other tasks bring about. Fails after a generous time."""
     async with asyncio.timeout(_DEADLINE_S):
@@ -66,7 +81,7 @@ class FaultyDirectory:
         self.num_writes = 0
 
     async def register(
-        self, record: WorkerRecord, sequence: int, blocks: Collection[bytes], *, take_over: bool
+        self, record: WorkerRecord, sequence: int, blocks: Mapping[bytes, Tier], *, take_over: bool
     ) -> bool:
         self._check()
         done = await self.target.register(record, sequence, blocks, take_over=take_over)

@@ -20,8 +20,11 @@ from headrace.engine.sequence import (
     StepOutput,
     StepPlan,
 )
+from headrace.engine.tiers import BlockFiles
 from headrace.errors import HeadraceError
 from headrace.sampling_params import SamplingParams
+from headrace.tier import Tier
+from tests.support.tiered import ScriptedMemory
 
 ROOT = b"root of the tests"[:16]
 EOS = 1
@@ -72,6 +75,8 @@ class EngineDriver:
         max_sequences: int = 8,
         max_waiting: int = 64,
         forced: Mapping[str, AnySequence[int | HeadraceError]] | None = None,
+        num_host_blocks: int = 0,
+        files: BlockFiles | None = None,
     ) -> None:
         settings = EngineSettings(
             block_size_tokens=block_size_tokens,
@@ -81,10 +86,11 @@ class EngineDriver:
         )
         self.clock = VirtualClock()
         self.runner = RecordingRunner(num_blocks, block_size_tokens, forced or {})
-        self.pool = BlockPool(num_blocks, block_size_tokens)
+        memory = ScriptedMemory(self.runner, num_host_blocks)
+        self.pool = BlockPool(num_blocks, block_size_tokens, memory, files)
         self.engine = Engine(self.runner, self.pool, settings, frozenset({EOS}), self.clock)
         self.events: list[Event] = []
-        self.stored: set[bytes] = set()  # what a listener believes to be in the prefix tree
+        self.tiers: dict[bytes, Tier] = {}  # what a listener believes to be cached, and where
 
     def submit(self, sequence_id: str, token_ids: AnySequence[int], max_tokens: int = 4) -> Sequence:
         sequence = make_sequence(sequence_id, token_ids, max_tokens)
@@ -109,13 +115,19 @@ class EngineDriver:
         merged = StepOutput()
         for output in outputs:
             merged.events += output.events
-            merged.stored += output.stored
+            merged.stored |= output.stored
             merged.removed += output.removed
-            assert self.stored.isdisjoint(output.stored)
-            assert self.stored.issuperset(output.removed)
-            self.stored = (self.stored | set(output.stored)) - set(output.removed)
+            for digest, tier in output.stored.items():
+                assert self.tiers.get(digest) is not tier
+                self.tiers[digest] = tier
+            for digest in output.removed:
+                del self.tiers[digest]
         self.events += merged.events
         return merged
+
+    @property
+    def stored(self) -> set[bytes]:
+        return set(self.tiers)
 
     def run(self, max_steps: int = 2000) -> None:
         """Step until nothing more can be done."""

@@ -231,7 +231,7 @@ class PeerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., connected: _Optional[bool] = ..., refusal: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., transport: _Optional[str] = ..., device: _Optional[str] = ..., block_latency_s: _Optional[float] = ...) -> None: ...
 
 class BlockAccount(_message.Message):
-    __slots__ = ("total", "free", "active", "cached", "held", "filling", "quarantined", "problems")
+    __slots__ = ("total", "free", "active", "cached", "held", "filling", "quarantined", "problems", "host_total", "host_free", "host_cached", "host_held")
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,10 @@ class BlockAccount(_message.Message):
     FILLING_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_FREE_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHED_FIELD_NUMBER: _ClassVar[int]
+    HOST_HELD_FIELD_NUMBER: _ClassVar[int]
     total: int
     free: int
     active: int
@@ -248,4 +252,8 @@ class BlockAccount(_message.Message):
     filling: int
     quarantined: int
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., active: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., filling: _Optional[int] = ..., quarantined: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    host_total: int
+    host_free: int
+    host_cached: int
+    host_held: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., active: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., filling: _Optional[int] = ..., quarantined: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., host_total: _Optional[int] = ..., host_free: _Optional[int] = ..., host_cached: _Optional[int] = ..., host_held: _Optional[int] = ...) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,16 @@ from headrace.directory.memory_directory import MemoryDirectory
 from headrace.directory.publisher import Publisher
 from headrace.directory.records import DirectoryEvent, EventKind, WorkerLoad
 from headrace.errors import Unavailable
-from tests.support.directory_samples import RECORD, FaultyDirectory, digests, record, until
+from headrace.tier import Tier
+from tests.support.directory_samples import (
+    RECORD,
+    FaultyDirectory,
+    digests,
+    in_tier,
+    on_device,
+    record,
+    until,
+)
 
 SETTINGS = DirectorySettings(worker_ttl_s=6.0, publish_interval_s=0.01)
 
@@ -27,9 +37,9 @@ class Bench:
         self.record = RECORD
         self.publisher = Publisher(self.directory, lambda: self.record, SETTINGS, self.clock)
 
-    async def held(self) -> frozenset[bytes] | None:
+    async def held(self) -> Mapping[bytes, Tier] | None:
         snapshot = await self.directory.blocks(self.record.worker_id, self.record.incarnation)
-        return snapshot and snapshot.hashes
+        return snapshot and snapshot.blocks
 
     async def events(self) -> list[DirectoryEvent]:
         return (await self.directory.target.events("0", 0.001))[1]
@@ -49,21 +59,21 @@ def bench():
 @pytest.fixture
 async def joined(bench):
     """After the first publish, with blocks 1 and 2."""
-    bench.publisher.add(digests(1, 2), [])
+    bench.publisher.add(on_device(1, 2), [])
     await bench.publisher.publish_pending()
     return bench
 
 
 async def test_the_first_publish_brings_record_and_all_blocks(joined):
     assert list(await joined.directory.workers()) == [RECORD]
-    assert await joined.held() == frozenset(digests(1, 2))
+    assert await joined.held() == on_device(1, 2)
 
 
 async def test_changes_go_as_one_event(joined):
-    joined.publisher.add(digests(3), digests(1))
-    joined.publisher.add(digests(4), [])
+    joined.publisher.add(on_device(3), digests(1))
+    joined.publisher.add(on_device(4), [])
     await joined.publisher.publish_pending()
-    assert await joined.held() == frozenset(digests(2, 3, 4))
+    assert await joined.held() == on_device(2, 3, 4)
     last = (await joined.events())[-1]
     assert (set(last.stored), set(last.removed), last.kind) == (
         set(digests(3, 4)),
@@ -74,29 +84,46 @@ async def test_changes_go_as_one_event(joined):
 
 async def test_what_comes_and_goes_between_publishes_cancels_out(joined):
     num_writes = joined.directory.num_writes
-    joined.publisher.add(digests(3), digests(1))
-    joined.publisher.add(digests(1), digests(3))
+    joined.publisher.add(on_device(3), digests(1))
+    joined.publisher.add(on_device(1), digests(3))
     await joined.publisher.publish_pending()
     assert joined.directory.num_writes == num_writes
-    assert await joined.held() == frozenset(digests(1, 2))
+    assert await joined.held() == on_device(1, 2)
 
 
 async def test_a_hash_in_both_lists_was_removed_first(joined):
-    joined.publisher.add(digests(1), digests(1))
+    joined.publisher.add(on_device(1), digests(1))
     await joined.publisher.publish_pending()
-    assert await joined.held() == frozenset(digests(1, 2))
+    assert await joined.held() == on_device(1, 2)
+
+
+async def test_a_move_to_another_tier_is_one_change(joined):
+    joined.publisher.add(in_tier(Tier.HOST, 1), [])
+    joined.publisher.add(in_tier(Tier.DISK, 1), [])
+    await joined.publisher.publish_pending()
+    assert await joined.held() == on_device(2) | in_tier(Tier.DISK, 1)
+    last = (await joined.events())[-1]
+    assert (last.stored, last.removed) == (in_tier(Tier.DISK, 1), ())
+
+
+async def test_a_move_there_and_back_cancels_out(joined):
+    num_writes = joined.directory.num_writes
+    joined.publisher.add(in_tier(Tier.HOST, 1), [])
+    joined.publisher.add(on_device(1), [])
+    await joined.publisher.publish_pending()
+    assert joined.directory.num_writes == num_writes
 
 
 async def test_repeated_news_is_no_news(joined):
     num_writes = joined.directory.num_writes
-    joined.publisher.add(digests(1), digests(9))
+    joined.publisher.add(on_device(1), digests(9))
     await joined.publisher.publish_pending()
     assert joined.directory.num_writes == num_writes
 
 
 async def test_event_numbers_grow_by_one(joined):
     for number in (3, 4, 5):
-        joined.publisher.add(digests(number), [])
+        joined.publisher.add(on_device(number), [])
         await joined.publisher.publish_pending()
     assert [event.sequence for event in await joined.events()] == [1, 2, 3, 4]
 
@@ -120,31 +147,31 @@ async def test_a_change_of_the_record_is_news_at_once(joined):
 
 
 async def test_many_blocks_are_announced_without_their_hashes(joined):
-    blocks = digests(*range(100, 5000))
+    blocks = on_device(*range(100, 5000))
     joined.publisher.add(blocks, [])
     await joined.publisher.publish_pending()
-    assert await joined.held() == frozenset(blocks + digests(1, 2))
+    assert await joined.held() == blocks | on_device(1, 2)
     last = (await joined.events())[-1]
-    assert (last.kind, last.stored) == (EventKind.RELOAD, ())
+    assert (last.kind, last.stored) == (EventKind.RELOAD, {})
 
 
 async def test_after_an_outage_the_directory_holds_what_the_worker_holds(joined):
-    joined.publisher.add(digests(3), digests(1))
+    joined.publisher.add(on_device(3), digests(1))
     await joined.cut_during_publish()
-    joined.publisher.add(digests(4), digests(3))
+    joined.publisher.add(on_device(4), digests(3))
     await joined.publisher.publish_pending()
-    assert await joined.held() == frozenset(digests(2, 4))
+    assert await joined.held() == on_device(2, 4)
 
 
 async def test_a_write_whose_answer_was_lost_does_no_harm(joined):
-    joined.publisher.add(digests(3), digests(1))
+    joined.publisher.add(on_device(3), digests(1))
     joined.directory.cut_answers = True
     with pytest.raises(Unavailable):
         await joined.publisher.publish_pending()
     joined.directory.cut_answers = False
-    joined.publisher.add(digests(1), digests(3))
+    joined.publisher.add(on_device(1), digests(3))
     await joined.publisher.publish_pending()
-    assert await joined.held() == frozenset(digests(1, 2))
+    assert await joined.held() == on_device(1, 2)
     sequences = [event.sequence for event in await joined.events()]
     assert sequences == sorted(set(sequences))
 
@@ -154,42 +181,42 @@ async def test_an_emptied_directory_is_refilled_by_the_next_refresh(joined):
     joined.clock.advance(2.1)
     await joined.publisher.publish_pending()
     assert list(await joined.directory.workers()) == [RECORD]
-    assert await joined.held() == frozenset(digests(1, 2))
+    assert await joined.held() == on_device(1, 2)
 
 
 async def test_an_older_copy_of_the_directory_is_brought_up_to_date(joined):
     replica = MemoryDirectory(SETTINGS, joined.clock)
-    await replica.register(RECORD, 1, digests(1, 2), take_over=True)
-    joined.publisher.add(digests(3), [])
+    await replica.register(RECORD, 1, on_device(1, 2), take_over=True)
+    joined.publisher.add(on_device(3), [])
     await joined.publisher.publish_pending()
     joined.directory.target = replica
-    joined.publisher.add(digests(4), [])
+    joined.publisher.add(on_device(4), [])
     await joined.publisher.publish_pending()
-    assert await joined.held() == frozenset(digests(1, 2, 3, 4))
+    assert await joined.held() == on_device(1, 2, 3, 4)
 
 
 async def test_an_expired_record_is_registered_again(joined):
     joined.clock.advance(100)
     await joined.publisher.publish_pending()
-    assert await joined.held() == frozenset(digests(1, 2))
+    assert await joined.held() == on_device(1, 2)
 
 
 async def test_what_is_kept_through_an_outage_is_bounded_by_the_cache(joined):
     joined.directory.cut = True
     for number in range(10, 2000):
-        joined.publisher.add(digests(number), digests(number - 1))
+        joined.publisher.add(on_device(number), digests(number - 1))
         if number % 100 == 0:
             with pytest.raises(Unavailable):
                 await joined.publisher.publish_pending()
     kept = [value for value in vars(joined.publisher).values() if isinstance(value, set | dict | list)]
-    assert len(kept) >= 3
+    assert len(kept) >= 2
     assert max(map(len, kept)) <= 3
 
 
 async def test_a_worker_id_taken_over_is_left_alone_until_it_is_free(joined):
     successor = record(incarnation="second")
-    await joined.directory.register(successor, 1, digests(7), take_over=True)
-    joined.publisher.add(digests(3), [])
+    await joined.directory.register(successor, 1, on_device(7), take_over=True)
+    joined.publisher.add(on_device(3), [])
     with capture_logs() as logs:
         for _ in range(3):
             await joined.publisher.publish_pending()
@@ -200,11 +227,11 @@ async def test_a_worker_id_taken_over_is_left_alone_until_it_is_free(joined):
     )  # asks again, with all its blocks, at the pace of refreshes
     await joined.directory.remove("decode-0", "second")
     await joined.publisher.publish_pending()
-    assert await joined.held() == frozenset(digests(1, 2, 3))
+    assert await joined.held() == on_device(1, 2, 3)
 
 
 async def test_start_takes_the_worker_id_over(bench):
-    await bench.directory.register(record(incarnation="zeroth"), 50, digests(9), take_over=True)
+    await bench.directory.register(record(incarnation="zeroth"), 50, on_device(9), take_over=True)
     await bench.publisher.start()
     assert list(await bench.directory.workers()) == [RECORD]
     await bench.publisher.stop()
@@ -235,9 +262,9 @@ async def test_start_waits_for_a_directory_that_comes_late(bench):
 
 async def test_publishes_in_the_background_until_stopped(bench):
     await bench.publisher.start()
-    bench.publisher.add(digests(1), [])
+    bench.publisher.add(on_device(1), [])
     await until(lambda: bench.directory.num_writes == 2)
-    assert await bench.held() == frozenset(digests(1))
+    assert await bench.held() == on_device(1)
     await bench.publisher.stop()
     assert await bench.directory.workers() == {}
     assert (await bench.events())[-1].kind is EventKind.LEFT
@@ -247,12 +274,12 @@ async def test_an_outage_in_the_background_is_logged_once(bench):
     await bench.publisher.start()
     with capture_logs() as logs:
         bench.directory.cut = True
-        bench.publisher.add(digests(1), [])
+        bench.publisher.add(on_device(1), [])
         await until(lambda: bench.publisher._num_failures >= 3)
         bench.directory.cut = False
         await until(lambda: bench.publisher._num_failures == 0)
     assert [line["log_level"] for line in logs] == ["warning", "info"]
-    assert await bench.held() == frozenset(digests(1))
+    assert await bench.held() == on_device(1)
     await bench.publisher.stop()
 
 

@@ -14,6 +14,7 @@ from headrace.directory.records import (
     record_from_json,
     record_to_json,
 )
+from headrace.tier import Tier
 from tests.support.directory_samples import RECORD, digest, record
 
 
@@ -24,7 +25,7 @@ def changed(**changes):
 
 
 def stored_fields():
-    event = DirectoryEvent("w", "i", 7, (digest(1),), (digest(2),))
+    event = DirectoryEvent("w", "i", 7, {digest(1): Tier.HOST}, (digest(2),))
     return {name.encode(): value for name, value in event_to_fields(event).items()}
 
 
@@ -64,7 +65,7 @@ def test_unreadable_record_is_ignored_and_named(data, named):
 @pytest.mark.parametrize(
     "event",
     [
-        DirectoryEvent("decode-0", "first", 1, (digest(1), digest(2)), (digest(3),)),
+        DirectoryEvent("decode-0", "first", 1, {digest(1): Tier.DEVICE, digest(2): Tier.DISK}, (digest(3),)),
         DirectoryEvent("decode-0", "first", 2),
         DirectoryEvent("decode-0", "first", 3, kind=EventKind.RELOAD),
         DirectoryEvent("décode-0", "first", 0, kind=EventKind.LEFT),
@@ -76,7 +77,7 @@ def test_event_survives(event):
 
 
 def test_reload_carries_no_hashes():
-    fields = event_to_fields(DirectoryEvent("w", "i", 1, (digest(1),), kind=EventKind.RELOAD))
+    fields = event_to_fields(DirectoryEvent("w", "i", 1, {digest(1): Tier.HOST}, kind=EventKind.RELOAD))
     assert digest(1) not in b"".join(fields.values())
 
 
@@ -88,7 +89,9 @@ def test_reload_carries_no_hashes():
         stored_fields() | {b"n": b"seven"},
         stored_fields() | {b"k": b"exploded"},
         stored_fields() | {b"w": b"\xff"},
-        stored_fields() | {b"s": digest(1)[:-1]},
+        stored_fields() | {b"s": digest(1)},
+        stored_fields() | {b"s": digest(1) + b"\x09"},
+        stored_fields() | {b"r": digest(1)[:-1]},
     ],
 )
 def test_unreadable_event_is_ignored(fields):

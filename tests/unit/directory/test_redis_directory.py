@@ -17,7 +17,7 @@ from headrace.directory import redis_directory
 from headrace.directory.records import DirectoryEvent
 from headrace.directory.redis_directory import RedisDirectory, shown_url
 from headrace.errors import InvalidRequest, Unavailable
-from tests.support.directory_samples import RECORD, digests, record
+from tests.support.directory_samples import RECORD, on_device, record
 
 OTHER = record(worker_id="decode-1", incarnation="other")
 
@@ -47,7 +47,7 @@ async def raw(server) -> AsyncIterator[redis.asyncio.Redis]:
 
 
 async def test_keys_and_their_expiry(directory, raw):
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     keys = {key.decode() async for key in raw.scan_iter()}
     mortal = {"headrace:{blue}:worker:decode-0", "headrace:{blue}:blocks:decode-0:first"}
     assert keys == mortal | {"headrace:{blue}:workers", "headrace:{blue}:events"}
@@ -56,7 +56,7 @@ async def test_keys_and_their_expiry(directory, raw):
 
 
 async def test_a_publish_refreshes_all_that_expires(directory, raw):
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     keys = ["headrace:{blue}:worker:decode-0", "headrace:{blue}:blocks:decode-0:first"]
     for key in keys:
         await raw.pexpire(key, 2000)
@@ -66,13 +66,13 @@ async def test_a_publish_refreshes_all_that_expires(directory, raw):
 
 async def test_names_of_dead_workers_do_not_pile_up(directory, raw):
     await raw.zadd("headrace:{blue}:workers", {f"dead-{n}": n for n in range(100)})
-    await directory.register(RECORD, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
     assert await raw.zrange("headrace:{blue}:workers", 0, -1) == [b"decode-0"]
 
 
 async def test_the_stream_is_bounded(directory, raw, monkeypatch):
     monkeypatch.setattr(redis_directory, "_MAX_EVENTS", 100)
-    await directory.register(RECORD, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
     for sequence in range(2, 500):
         await directory.publish(RECORD, DirectoryEvent("decode-0", "first", sequence))
     assert await raw.xlen("headrace:{blue}:events") <= 250  # a whole node of the stream more than asked for
@@ -81,7 +81,7 @@ async def test_the_stream_is_bounded(directory, raw, monkeypatch):
 async def test_clusters_do_not_see_each_other(directory, settings):
     green = RedisDirectory(settings.model_copy(update={"cluster": "green"}))
     position, _ = await green.events("", 0)
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     assert await green.workers() == {}
     assert await green.blocks("decode-0", "first") is None
     assert (await green.events(position, 0.01))[1] == []
@@ -99,15 +99,15 @@ async def test_clusters_do_not_see_each_other(directory, settings):
     ],
 )
 async def test_one_damaged_record_hides_no_other(directory, raw, damage):
-    await directory.register(RECORD, 1, [], take_over=True)
-    await directory.register(OTHER, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
+    await directory.register(OTHER, 1, {}, take_over=True)
     await damage(raw, "headrace:{blue}:worker:decode-0")
     assert list(await directory.workers()) == [OTHER]
 
 
 async def test_a_key_of_another_type_hides_no_other_worker(directory, raw):
-    await directory.register(RECORD, 1, digests(1), take_over=True)
-    await directory.register(OTHER, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
+    await directory.register(OTHER, 1, on_device(1), take_over=True)
     for key in ("headrace:{blue}:worker:decode-0", "headrace:{blue}:blocks:decode-1:other"):
         await raw.set(key, "a string")
     assert list(await directory.workers()) == [OTHER]
@@ -118,7 +118,7 @@ async def test_a_key_of_another_type_hides_no_other_worker(directory, raw):
 
 
 async def test_a_garbled_sequence_is_no_snapshot(directory, raw):
-    await directory.register(RECORD, 1, digests(1), take_over=True)
+    await directory.register(RECORD, 1, on_device(1), take_over=True)
     await raw.hset("headrace:{blue}:worker:decode-0", "sequence", "many")
     assert await directory.blocks("decode-0", "first") is None
 
@@ -126,12 +126,12 @@ async def test_a_garbled_sequence_is_no_snapshot(directory, raw):
 async def test_garbled_events_are_passed_over(directory, raw):
     position, _ = await directory.events("", 0)
     await raw.xadd("headrace:{blue}:events", {"hello": "world"})
-    await directory.register(RECORD, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
     assert [event.worker_id for event in (await directory.events(position, 5))[1]] == ["decode-0"]
 
 
 async def test_a_restarted_server_is_used_again(directory, server):
-    await directory.register(RECORD, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
     server.stop()
     with pytest.raises(Unavailable):
         await directory.workers()
@@ -143,7 +143,7 @@ async def test_a_demoted_primary_is_not_held_on_to(directory, raw):
     async def connections() -> set[bytes]:
         return {client["id"] for client in await raw.client_list()} - {str(await raw.client_id())}
 
-    await directory.register(RECORD, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
     before = await connections()
     await raw.replicaof("127.0.0.1", "1")
     with pytest.raises(Unavailable, match="read only"):
@@ -155,7 +155,7 @@ async def test_a_demoted_primary_is_not_held_on_to(directory, raw):
 
 async def test_a_hanging_server_times_out_and_blocks_nobody_else(directory, server, monkeypatch):
     monkeypatch.setattr(redis_directory, "_ANSWER_TIMEOUT_S", 0.2)
-    await directory.register(RECORD, 1, [], take_over=True)
+    await directory.register(RECORD, 1, {}, take_over=True)
     position, _ = await directory.events("", 0)
     num_turns = 0
 

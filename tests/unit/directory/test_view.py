@@ -6,19 +6,17 @@ from headrace.clock import VirtualClock
 from headrace.directory.base import BlockSnapshot
 from headrace.directory.records import DirectoryEvent
 from headrace.directory.view import DirectoryView
-from tests.support.directory_samples import digests, record
+from tests.support.directory_samples import digests, lengths, on_device, record
 
 FIRST, SECOND = record(incarnation="first"), record(incarnation="second", address="127.0.0.1:7001")
 
 
 def snapshot(sequence, *numbers):
-    return BlockSnapshot(sequence, frozenset(digests(*numbers)))
+    return BlockSnapshot(sequence, on_device(*numbers))
 
 
 def event(sequence, stored=(), removed=(), incarnation="first"):
-    return DirectoryEvent(
-        "decode-0", incarnation, sequence, tuple(digests(*stored)), tuple(digests(*removed))
-    )
+    return DirectoryEvent("decode-0", incarnation, sequence, on_device(*stored), tuple(digests(*removed)))
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ def view(clock):
 
 
 def matched(view, *numbers):
-    return view.index.match(digests(*numbers))
+    return lengths(view.index.match(digests(*numbers)))
 
 
 def test_a_refreshed_record_keeps_its_blocks(view):
@@ -76,18 +74,18 @@ def test_gone_for_a_time_only(view, clock):
 def test_events_in_order_are_applied(view):
     assert view.apply(event(11, stored=[4]))
     assert view.apply(event(12, removed=[2]))
-    assert view.index.blocks("decode-0") == frozenset(digests(1, 3, 4))
+    assert view.index.blocks("decode-0") == on_device(1, 3, 4)
 
 
 def test_events_that_the_snapshot_held_are_passed_over(view):
     assert view.apply(event(10, removed=[1]))
     assert view.apply(event(3, stored=[7]))
-    assert view.index.blocks("decode-0") == frozenset(digests(1, 2, 3))
+    assert view.index.blocks("decode-0") == on_device(1, 2, 3)
 
 
 def test_a_missing_event_shows_and_nothing_is_applied(view):
     assert not view.apply(event(12, stored=[4]))
-    assert view.index.blocks("decode-0") == frozenset(digests(1, 2, 3))
+    assert view.index.blocks("decode-0") == on_device(1, 2, 3)
     assert view.sequence("decode-0") == 10
 
 

@@ -20,7 +20,17 @@ from headrace.directory.records import DirectoryEvent, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.directory.watcher import Watcher
 from headrace.errors import Unavailable
-from tests.support.directory_samples import FaultyDirectory, digest, digests, record, until
+from headrace.tier import Tier
+from tests.support.directory_samples import (
+    FaultyDirectory,
+    digest,
+    digests,
+    in_tier,
+    lengths,
+    on_device,
+    record,
+    until,
+)
 
 SETTINGS = DirectorySettings(worker_ttl_s=5.0, publish_interval_s=0.01)
 NO_WAIT_S = 0.001
@@ -39,7 +49,7 @@ class Bench:
     async def register(self, worker: WorkerRecord, *numbers: int) -> None:
         self.sequences[worker.incarnation] += 1
         sequence = self.sequences[worker.incarnation]
-        await self.directory.target.register(worker, sequence, digests(*numbers), take_over=True)
+        await self.directory.target.register(worker, sequence, on_device(*numbers), take_over=True)
 
     async def publish(self, worker: WorkerRecord, stored=(), removed=()) -> None:
         self.sequences[worker.incarnation] += 1
@@ -47,7 +57,7 @@ class Bench:
             worker.worker_id,
             worker.incarnation,
             self.sequences[worker.incarnation],
-            tuple(digests(*stored)),
+            on_device(*stored),
             tuple(digests(*removed)),
         )
         assert await self.directory.target.publish(worker, event)
@@ -65,7 +75,7 @@ class Bench:
         self.directory.target = MemoryDirectory(SETTINGS, self.clock)
 
     def matched(self, *numbers: int) -> dict[str, int]:
-        return self.view.index.match(digests(*numbers))
+        return lengths(self.view.index.match(digests(*numbers)))
 
 
 A, B = record(worker_id="a", incarnation="a1"), record(worker_id="b", incarnation="b1")
@@ -148,10 +158,10 @@ async def test_a_missing_event_makes_it_read_the_set_again(following):
     await following.publish(A, removed=[3])
     following.directory.num_lost = 1
     await following.follow()
-    assert following.view.index.blocks("a") == frozenset(digests(1, 2, 4))
+    assert following.view.index.blocks("a") == on_device(1, 2, 4)
     await following.publish(A, stored=[5])
     await following.follow()
-    assert following.view.index.blocks("a") == frozenset(digests(1, 2, 4, 5))
+    assert following.view.index.blocks("a") == on_device(1, 2, 4, 5)
 
 
 async def test_events_that_came_before_the_snapshot_are_not_applied_again(bench):
@@ -162,7 +172,7 @@ async def test_events_that_came_before_the_snapshot_are_not_applied_again(bench)
     bench.view.load("a", "a1", await bench.directory.blocks("a", "a1"))
     await bench.publish(A, stored=[2])
     await bench.follow()
-    assert bench.view.index.blocks("a") == frozenset(digests(1, 2))
+    assert bench.view.index.blocks("a") == on_device(1, 2)
 
 
 async def test_a_worker_that_stops_refreshing_vanishes_after_its_ttl(following):
@@ -296,7 +306,7 @@ async def test_run_follows_through_an_outage_and_logs_it_once(bench):
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("store"), st.integers(0, 1), st.integers(0, 5)),
+        st.tuples(st.just("store"), st.integers(0, 1), st.integers(0, 17)),  # a block and its tier
         st.tuples(st.just("remove"), st.integers(0, 1), st.integers(0, 5)),
         st.tuples(
             st.sampled_from(["publish", "publish unanswered", "publish cut", "restart"]),
@@ -319,7 +329,7 @@ class Fleet:
     def __init__(self) -> None:
         self.bench = Bench()
         self.num_starts = 0
-        self.held: list[set[int]] = [set(), set()]
+        self.held: list[dict[bytes, Tier]] = [{}, {}]
         self.publishers: list[Publisher] = []
 
     async def begin(self) -> None:
@@ -336,11 +346,12 @@ class Fleet:
 
     async def do(self, name: str, number: int, block: int) -> None:
         if name == "store":
-            self.held[number].add(block)
-            self.publishers[number].add([digest(block)], [])
+            stored = in_tier(Tier(block % len(Tier)), block // len(Tier))
+            self.held[number] |= stored
+            self.publishers[number].add(stored, [])
         elif name == "remove":
-            self.held[number].discard(block)
-            self.publishers[number].add([], [digest(block)])
+            self.held[number].pop(digest(block), None)
+            self.publishers[number].add({}, [digest(block)])
         elif name == "restart":
             self.publishers[number] = self.new_publisher(number)
             await self.publishers[number]._register(self.publishers[number]._record_source(), take_over=True)
@@ -393,4 +404,4 @@ def test_whatever_was_lost_the_view_is_true_one_refresh_later(steps):
     for number, held in enumerate(fleet.held):
         record_now = fleet.publishers[number]._record_source()
         assert view.workers[f"w{number}"] == record_now
-        assert view.index.blocks(f"w{number}") == frozenset(digests(*held))
+        assert view.index.blocks(f"w{number}") == held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.engine.block_pool import BlockPool, BlockState, Hold
+from headrace.tier import Tier
 from tests.support.audit import assert_idle_pool, assert_sound
 
 ROOT = b"root"
@@ -44,7 +45,7 @@ def test_unnamed_blocks_become_free_and_get_a_new_generation(pool: BlockPool):
     pool.release([block])
     assert pool.state(block) is BlockState.FREE
     assert pool.generation(block) == before + 1
-    assert pool.drain_changes() == ([], [])
+    assert pool.drain_changes() == ({}, [])
 
 
 def test_named_blocks_become_cached_and_keep_their_generation(pool: BlockPool):
@@ -77,7 +78,7 @@ def test_allocation_evicts_the_end_of_the_oldest_prefix(pool: BlockPool):
     taken = pool.allocate(3)
     assert b in taken
     assert a not in taken
-    assert pool.drain_changes() == ([], [b"b"])
+    assert pool.drain_changes() == ({}, [b"b"])
     assert pool.match([b"a", b"b"]) == [a]
 
 
@@ -99,7 +100,7 @@ def test_a_twin_stays_without_a_name_and_becomes_free(pool: BlockPool):
     pool.release([twin])
     assert pool.state(twin) is BlockState.FREE
     assert pool.match([b"a"]) == [a]
-    assert pool.drain_changes() == ([b"a"], [])
+    assert pool.drain_changes() == ({b"a": Tier.DEVICE}, [])
 
 
 def test_changes_that_cancel_out_are_not_reported(pool: BlockPool):
@@ -107,10 +108,10 @@ def test_changes_that_cancel_out_are_not_reported(pool: BlockPool):
     pool.forget_cached()
     assert not pool.has_changes
     pool.release(stored(pool, b"a"))
-    assert pool.drain_changes() == ([b"a"], [])
+    assert pool.drain_changes() == ({b"a": Tier.DEVICE}, [])
     pool.forget_cached()
     pool.release(stored(pool, b"a"))
-    assert pool.drain_changes() == ([], [])
+    assert pool.drain_changes() == ({}, [])
 
 
 def test_held_blocks_outlive_their_users_and_return_to_cache_or_free_list(pool: BlockPool):
@@ -205,9 +206,9 @@ def test_a_retained_prefix_outlives_later_ones(pool: BlockPool):
     pool.release(stored(pool, b"b"))
     pool.drain_changes()
     pool.allocate(3)
-    assert pool.drain_changes() == ([], [b"b"])
+    assert pool.drain_changes() == ({}, [b"b"])
     pool.allocate(1)
-    assert pool.drain_changes() == ([], [b"a"]), "retained is not pinned"
+    assert pool.drain_changes() == ({}, [b"a"]), "retained is not pinned"
 
 
 def test_using_a_cached_block_can_retain_it(pool: BlockPool):
@@ -218,7 +219,7 @@ def test_using_a_cached_block_can_retain_it(pool: BlockPool):
     pool.release(stored(pool, b"b"))
     pool.drain_changes()
     pool.allocate(3)
-    assert pool.drain_changes() == ([], [b"b"])
+    assert pool.drain_changes() == ({}, [b"b"])
 
 
 def test_what_was_forgotten_while_in_use_elsewhere_stays_known(pool: BlockPool):
@@ -227,7 +228,7 @@ def test_what_was_forgotten_while_in_use_elsewhere_stays_known(pool: BlockPool):
     pool.release([a, b])
     pool.drain_changes()
     pool.forget_cached()
-    assert pool.drain_changes() == ([], [b"b"])
+    assert pool.drain_changes() == ({}, [b"b"])
     assert (pool.match([b"a", b"b"]), pool.state(b)) == ([a], BlockState.FREE)
     assert_sound(pool.audit({a: 1}))
 

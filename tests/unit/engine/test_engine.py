@@ -67,10 +67,10 @@ def test_stored_and_removed_blocks_are_reported():
     driver = EngineDriver(num_blocks=4)
     driver.submit("a", prompt(2 * B), max_tokens=1)
     output = driver.step()
-    assert output.stored == extend(ROOT, prompt(2 * B), B)
+    assert list(output.stored) == extend(ROOT, prompt(2 * B), B)
     driver.submit("b", prompt(3 * B, first=100), max_tokens=1)
     driver.run()
-    assert driver.stored == set(extend(ROOT, prompt(3 * B, first=100), B)) | set(output.stored[:1])
+    assert driver.stored == set(extend(ROOT, prompt(3 * B, first=100), B)) | set(list(output.stored)[:1])
     driver.engine.reset_cache()
     assert driver.engine.has_work
     driver.run()

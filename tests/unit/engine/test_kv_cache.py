@@ -8,6 +8,7 @@ import xxhash
 
 from headrace.config import EngineSettings
 from headrace.engine.kv_cache import KvCache
+from headrace.engine.kv_memory import KvMemory
 from headrace.errors import InvalidRequest
 from headrace.model_config import ModelConfig
 
@@ -106,8 +107,9 @@ def test_checksums_are_of_the_bytes_of_each_block(dtype):
     cache = make_cache(dtype=dtype)
     cache.tensor.normal_()
     expected = [xxhash.xxh3_64_intdigest(cache.tensor[i].view(torch.uint8).numpy().tobytes()) for i in (3, 0)]
-    assert cache.checksums([3, 0]) == expected
+    memory = KvMemory(cache, 0)
+    assert memory.checksums([3, 0]) == expected
     cache.tensor[3, -1, -1, -1, -1, -1] += 1
-    changed = cache.checksums([3, 0])
+    changed = memory.checksums([3, 0])
     assert changed[0] != expected[0]
     assert changed[1] == expected[1]

@@ -12,6 +12,7 @@ from headrace.directory.view import DirectoryView
 from headrace.rpc.channel import open_channel
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
 from router.dispatch import Dispatcher
 from router.policy import load_policy
@@ -218,7 +219,7 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
             HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32"), prompt
         )
         f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
-        f.view.index.store("p1", hashes[:5])
+        f.view.index.store("p1", dict.fromkeys(hashes[:5], Tier.HOST))
         for _ in range(5):
             asked, _ = await answered(f.stub.Generate(ids(*prompt)), f.worker, [5])
             assert asked.prefill_workers[0].worker_id == "p1"

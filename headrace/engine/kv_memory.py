@@ -1,0 +1,50 @@
+"""All memory of a worker that holds KV blocks: the cache that attention reads, and an arena on the host for the blocks
+that it evicts. Block ids go on from the one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from headrace.engine.kv_cache import KvCache
+from headrace.engine.native.packing import huge_pages
+
+
+class KvMemory:
+    """Implements `BlockMemory`. The arena holds as many blocks as fit `host_memory_bytes`."""
+
+    def __init__(self, cache: KvCache, host_memory_bytes: int) -> None:
+        self.block_bytes = cache.block_bytes
+        self.num_host_blocks = host_memory_bytes // cache.block_bytes
+        self._device = cache.tensor.view(cache.num_blocks, -1).view(torch.uint8)
+        self._host = _arena(self.num_host_blocks, cache.block_bytes, pinned=cache.tensor.is_cuda)
+        self.host_address = self._host.data_ptr() if self.num_host_blocks else 0
+
+    def copy(self, source_id: int, target_id: int) -> None:
+        self._block(target_id).copy_(self._block(source_id))
+
+    def read(self, block_id: int) -> bytes:
+        return self._block(block_id).cpu().numpy().tobytes()
+
+    def write(self, block_id: int, data: bytearray) -> None:
+        self._block(block_id).copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """xxh3-64 of each block's bytes. May be called from any thread; the caller sees to it that nobody writes."""
+        return [xxhash.xxh3_64_intdigest(self._block(block_id).cpu().numpy().data) for block_id in block_ids]
+
+    def _block(self, block_id: int) -> torch.Tensor:
+        """Its bytes [block_bytes], shared."""
+        num_device = len(self._device)
+        return self._device[block_id] if block_id < num_device else self._host[block_id - num_device]
+
+
+def _arena(num_blocks: int, block_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """[num_blocks, block_bytes] in bytes."""
+    if pinned or not num_blocks:
+        return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, pin_memory=pinned)
+    memory = huge_pages(num_blocks * block_bytes)  # as in `kv_cache.py`
+    return torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, block_bytes)
