@@ -505,9 +505,8 @@ class BlockPool:
     def _evict(self) -> None:
         block_id, digest = self._tree.evict()
         self._counts[Tier.DEVICE].evictions += 1
-        self._changes.setdefault(
-            digest, Tier.DEVICE
-        )  # before others make room for it, on disk perhaps its own file
+        # Noted before others make room for it: on disk that may cost its own file.
+        self._changes.setdefault(digest, Tier.DEVICE)
         self._keep_below(digest, block_id)
         self._note_change(digest, Tier.DEVICE)
         self._recycle(block_id)

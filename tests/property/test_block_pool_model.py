@@ -397,7 +397,7 @@ class Comparison:
 NAMES = ["use"] * 6 + ["release"] * 5 + ["hold", "trim_hold", "release_hold"]
 NAMES += ["fill", "fill", "arrive", "quarantine", "settle", "forget"]
 NAMES += ["read_elsewhere", "read_elsewhere", "stop_reading", "lose_file"]
-TIERS = [(0, 0), (4, 0), (3, 5), (2, 40)]  # slots of the host, files
+TIERS = [(0, 0), (4, 0), (1, 2), (2, 40)]  # slots of the host, files
 
 
 @pytest.mark.slow

@@ -120,6 +120,9 @@ def test_a_slot_that_is_read_elsewhere_is_not_overwritten():
     assert [driver.pool.generation(slot) for slot in slots] == generations
     driver.clock.advance(5.0)
     driver.step()
+    for number in range(6):
+        serve(driver, f"later {number}", prompt(6 * B, seed=70 + number))
+    assert all(driver.pool.generation(slot) > before for slot, before in zip(slots, generations, strict=True))
     assert_idle_pool(driver.engine.audit())
 
 
