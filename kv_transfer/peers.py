@@ -85,6 +85,7 @@ class Peers:
         parts, _ = self._compared(ref.worker_id, request)
         await self._replace_incarnation(ref.worker_id, ref.incarnation)
         await self.transfers.connect(ref.incarnation, parts, self._kv.connect_timeout_s)
+        self.transfers.serve_for(self._kv.connect_timeout_s)
         return kv_pb2.HandshakeResponse(
             self=self.own,
             layout=self.layout.to_proto(),

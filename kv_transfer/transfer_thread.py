@@ -35,7 +35,9 @@ _COMMAND_TIMEOUT_S = 30.0  # of commands that wait for nobody else: the thread i
 _CLOSE_TIMEOUT_S = 10.0
 _MIN_SLEEP_S = 20e-6  # between polls while a READ is under way, doubling up to the limit
 _MAX_SLEEP_S = 1e-3
-_CONNECTED_WAIT_S = 2e-3  # peers read from us: their READs progress when we look
+# Peers' READs from us progress when we look.
+_SERVING_WAIT_S = 1e-3  # somebody has a lease, or is about to connect
+_CONNECTED_WAIT_S = 5e-3  # nobody has: each look costs some 40 us, which is what a worker takes when idle
 _ALONE_WAIT_S = 0.1
 _MAX_LINKS = 1024  # peers whose counters are kept, those that are gone included
 _NUM_TIMED_PROBES = 3
@@ -113,6 +115,7 @@ class TransferThread:
         self._door = threading.Lock()  # nothing enters the queue once `_closing` is set
         self._transport: Transport
         self._links: dict[str, LinkStats] = {}
+        self._serves_until = 0.0
         self.counters = TransferCounters()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
@@ -163,6 +166,11 @@ class TransferThread:
         transfer = Transfer(peer, remote_block_ids, local_block_ids)
         self._start(transfer)
         return transfer
+
+    def serve_for(self, seconds: float) -> None:
+        """A peer may read from us within that time: look after it often."""
+        self._serves_until = max(self._serves_until, time.monotonic() + seconds)
+        self._send(lambda: None, None)  # it may sleep for longer than that
 
     async def close(self) -> None:
         """End all READs and the thread."""
@@ -218,6 +226,8 @@ class TransferThread:
                 time.sleep(sleep_s)
 
     def _idle_wait_s(self) -> float:
+        if time.monotonic() < self._serves_until:
+            return _SERVING_WAIT_S
         return _CONNECTED_WAIT_S if self._peers else _ALONE_WAIT_S
 
     def _create(self) -> None:

@@ -86,6 +86,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         try:
             hashes = extend(sequence.root, sequence.token_ids, self._block_size_tokens)
             await self._fetcher.fetch(request.sources, sequence.root, hashes, deadline)
+            self._peers.transfers.serve_for(request.lease_ttl_s)
             with self._engine.subscribed(sequence.id, events.put_nowait):
                 await self._engine.submit(sequence)
                 num_choices = len(sequence.choices)
@@ -103,6 +104,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
     ) -> kv_pb2.LeaseResponse:
         self._check_incarnation(request.expected_incarnation)
         _check_lease_request(request.lease_id, request.lease_ttl_s)
+        self._peers.transfers.serve_for(request.lease_ttl_s)
         lease = await self._engine.call(
             lambda engine: engine.lease(
                 request.lease_id,
@@ -122,6 +124,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self, request: kv_pb2.RenewRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.RenewResponse:
         self._check_incarnation(request.incarnation)
+        self._peers.transfers.serve_for(self._reads.kv.lease_ttl_s)
         renewed = self._engine.call(lambda engine: engine.renew_hold(request.lease_id, request.reader))
         await self._checked(request.lease_id, renewed)
         return kv_pb2.RenewResponse()

@@ -167,6 +167,7 @@ class WorkerProcess:
         self._runner, self._cache = load_runner(self._files, settings.model, settings.engine)
         self._runner.warm_up(settings.engine.max_step_tokens)
         self._memory = KvMemory(self._cache, settings.engine.host_memory_bytes)
+        self._memory.populate()
         files = self._open_disk_tier() if settings.engine.disk_cache_dir else None
         pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens, self._memory, files)
         self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())
