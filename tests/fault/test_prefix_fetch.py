@@ -82,6 +82,23 @@ async def test_a_decode_worker_that_prefills_itself_fetches_too(settings, expect
         assert (await d1.status()).prefill_tokens == len(PROMPT) - NUM_FULL * BLOCK_SIZE
 
 
+async def test_blocks_in_the_owners_host_memory_are_read_from_there(settings_with, expected):
+    """The owner's pool holds one prompt; the earlier one has gone to host memory."""
+    settings = settings_with(engine={"num_blocks": 26, "host_memory_bytes": 1 << 20})
+    async with workers(settings, D, D) as [d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT)
+            await session.answer(PROMPT[::-1], request_id="evicts")
+        assert (await d0.status()).blocks.host_cached > 0
+        before = (await d0.metrics())['headrace_kv_tier_hits_total{tier="host"}']
+        async with session_with(d1) as session:
+            answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)])
+        assert answer.token_ids == expected
+        assert answer.end.blocks_moved == NUM_FULL
+        # Not by way of the owner's device pool.
+        assert (await d0.metrics())['headrace_kv_tier_hits_total{tier="host"}'] == before
+
+
 async def test_kv08_what_the_index_claims_and_nobody_has_is_computed(settings, expected):
     async with workers(settings, D, D) as [d0, d1], session_with(d1) as session:
         answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)])

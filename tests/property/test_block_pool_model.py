@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.block_hash import extend
-from headrace.engine.block_pool import BlockPool, BlockState, Hold
+from headrace.engine.block_pool import BlockPool, BlockState, Hold, NamedBlock
 from headrace.tier import Tier
 from tests.property.operations import MAX_NUMBER, Choices, Operation, run_seeds
 from tests.support.audit import assert_idle_pool, assert_sound
@@ -42,6 +42,7 @@ class Model:
     tables: list[list[int]] = field(default_factory=list)
     holds: dict[str, list[int]] = field(default_factory=dict)
     filling: list[list[int]] = field(default_factory=list)
+    imports: dict[str, list[int]] = field(default_factory=dict)
     quarantined: dict[str, list[int]] = field(default_factory=dict)
     moment: int = 0
 
@@ -52,7 +53,7 @@ class Model:
         for state, whose in (
             (BlockState.HELD, self.holds.values()),
             (BlockState.ACTIVE, self.tables),
-            (BlockState.FILLING, self.filling),
+            (BlockState.FILLING, [*self.filling, *self.imports.values()]),
             (BlockState.QUARANTINED, self.quarantined.values()),
         ):
             for block_ids in whose:
@@ -189,10 +190,10 @@ class Comparison:
             self.release(Choices(0))
         while self.model.holds:
             self.release_hold(Choices(0))
-        while self.readers:
-            self.stop_reading(Choices(0))
         while self.model.filling:
             self.quarantine(Choices(0))
+        while self.model.imports:
+            self.abandon_import(Choices(0))
         while self.model.quarantined:
             self.settle(Choices(0))
         self.compare()
@@ -215,6 +216,7 @@ class Comparison:
     def others(self) -> set[int]:
         """Blocks without a name that somebody has."""
         parts = [*self.model.tables, *self.model.holds.values(), *self.model.filling]
+        parts += self.model.imports.values()
         parts += self.model.quarantined.values()
         return {i for part in parts for i in part if self.model.name_of(i) is None}
 
@@ -311,8 +313,9 @@ class Comparison:
             self.model.holds[owner] = list(table)
 
     def trim_hold(self, choices: Choices) -> None:
-        if self.model.holds:
-            owner = choices.of(list(self.model.holds))
+        owners = [owner for owner in self.model.holds if owner not in self.readers]
+        if owners:
+            owner = choices.of(owners)
             blocks = self.model.holds[owner]
             count = choices.below(len(blocks) + 1)
             self.pool.trim_hold(owner, count)
@@ -321,9 +324,7 @@ class Comparison:
 
     def release_hold(self, choices: Choices) -> None:
         if self.model.holds:
-            owner = choices.of(list(self.model.holds))
-            assert self.pool.release_hold(owner)
-            self.model.given_back(self.model.holds.pop(owner))
+            self.end_hold(choices.of(list(self.model.holds)))
         assert not self.pool.release_hold("nobody")
 
     def read_elsewhere(self, choices: Choices) -> None:
@@ -331,21 +332,23 @@ class Comparison:
         digests = extend(ROOT, [choices.below(2) for _ in range(4)], B)
         block_ids = self.pool.find_for_reader(digests)
         assert [self.contents.by_id[block_id] for block_id in block_ids] == digests[: len(block_ids)]
-        slots = [block_id for block_id in block_ids if block_id >= NUM_BLOCKS]
-        if slots:
+        if block_ids:
             self.counter += 1
             owner = f"reader {self.counter}"
-            self.pool.share(slots)
-            self.pool.hold(Hold(owner, "test", list(slots), TTL_S, TTL_S))
-            self.pool.release(slots)
-            self.readers[owner] = slots
-            self.generations[owner] = [self.pool.generation(block_id) for block_id in slots]
+            self.pool.hold(Hold(owner, "test", list(block_ids), TTL_S, TTL_S))
+            self.model.holds[owner] = [block_id for block_id in block_ids if block_id < NUM_BLOCKS]
+            self.readers[owner] = [block_id for block_id in block_ids if block_id >= NUM_BLOCKS]
+            self.generations[owner] = [self.pool.generation(i) for i in self.readers[owner]]
 
     def stop_reading(self, choices: Choices) -> None:
         if self.readers:
-            owner = choices.of(list(self.readers))
-            assert self.pool.release_hold(owner)
-            del self.readers[owner], self.generations[owner]
+            self.end_hold(choices.of(list(self.readers)))
+
+    def end_hold(self, owner: str) -> None:
+        assert self.pool.release_hold(owner)
+        self.readers.pop(owner, None)
+        self.generations.pop(owner, None)
+        self.model.given_back(self.model.holds.pop(owner))
 
     def lose_file(self, choices: Choices) -> None:
         if self.files.data:
@@ -377,6 +380,45 @@ class Comparison:
             assert self.pool.owns(owner)
             self.model.quarantined[owner] = block_ids
 
+    def begin_import(self, choices: Choices) -> None:
+        count = 1 + choices.below(3)
+        if count <= self.pool.num_available:
+            self.counter += 1
+            owner = f"import {self.counter}"
+            block_ids = self.pool.begin_import(owner, count)
+            self.taken(count, block_ids)
+            self.model.imports[owner] = block_ids
+
+    def finish_import(self, choices: Choices) -> None:
+        """Blocks of somebody else's cache get their names here: those that are news."""
+        if not self.model.imports:
+            return
+        owner = choices.of(list(self.model.imports))
+        block_ids = self.model.imports[owner]
+        start = choices.below(2)
+        digests = extend(ROOT, [choices.below(2) for _ in range(start + len(block_ids))], B)
+        names = [
+            NamedBlock(digest, parent) for digest, parent in zip(digests, [ROOT, *digests], strict=False)
+        ]
+        del names[:start]
+        for block_id, name in zip(block_ids, names, strict=True):
+            self.contents.by_id[block_id] = name.digest
+        self.pool.finish_import(owner, names)
+        assert self.listen() == []
+        del self.model.imports[owner]
+        for block_id, name in zip(block_ids, names, strict=True):
+            if name.digest not in self.model.names:
+                parent = self.model.names.get(name.parent_digest)
+                self.model.names[name.digest] = Name(block_id, parent, 0, name.digest)
+        self.model.given_back(block_ids)
+
+    def abandon_import(self, choices: Choices) -> None:
+        if self.model.imports:
+            owner = choices.of(list(self.model.imports))
+            self.pool.abandon_import(owner)
+            self.model.quarantined[owner] = self.model.imports.pop(owner)
+        self.pool.abandon_import("nobody")
+
     def settle(self, choices: Choices) -> None:
         if self.model.quarantined:
             owner = choices.of(list(self.model.quarantined))
@@ -396,6 +438,7 @@ class Comparison:
 
 NAMES = ["use"] * 6 + ["release"] * 5 + ["hold", "trim_hold", "release_hold"]
 NAMES += ["fill", "fill", "arrive", "quarantine", "settle", "forget"]
+NAMES += ["begin_import", "begin_import", "finish_import", "abandon_import"]
 NAMES += ["read_elsewhere", "read_elsewhere", "stop_reading", "lose_file"]
 TIERS = [(0, 0), (4, 0), (1, 2), (2, 40)]  # slots of the host, files
 

@@ -8,7 +8,14 @@ from structlog.testing import capture_logs
 from headrace.block_hash import extend
 from headrace.engine.scripted_runner import continuation
 from headrace.engine.sequence import BlocksReady, ChunkResult, Failed, NewToken, Reserved, Started, StepOutput
-from headrace.errors import AlreadyExists, InternalError, NotFound, RequestCancelled, Unavailable
+from headrace.errors import (
+    AlreadyExists,
+    InternalError,
+    NotFound,
+    PermissionDenied,
+    RequestCancelled,
+    Unavailable,
+)
 from headrace.sampling_params import FinishReason, SamplingParams
 from tests.support.audit import assert_idle_pool, assert_sound
 from tests.support.engine_driver import EOS, ROOT, EngineDriver, make_sequence
@@ -441,3 +448,34 @@ def test_load_tells_what_runs_and_what_was_done():
     assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
     assert (load.prefill_tokens, load.output_tokens, load.queries) == (15, 6, 15)
     assert load.free_blocks + load.cached_blocks == 32
+
+
+def test_the_audit_names_the_owner_and_the_reason_of_a_hold_that_should_be_over():
+    """A hold that no step and no idle round has ended: what a leak looks like."""
+    driver = EngineDriver()
+    driver.hold("h", prompt(B), ttl_s=5.0)
+    driver.step()
+    driver.clock.advance(4.0)
+    assert driver.engine.audit().problems == []
+    driver.clock.advance(100.0)
+    [problem] = driver.engine.audit().problems
+    assert "hold h (hand-off" in problem
+    assert "99.0 s ago" in problem
+
+
+def test_leases_are_the_readers_own():
+    driver = EngineDriver()
+    driver.submit("a", prompt(3 * B))
+    driver.run()
+    names = extend(ROOT, prompt(3 * B), B)
+    lease = driver.engine.lease("l", "test", "me", names, ttl_s=5.0)
+    assert len(lease.block_ids) >= 2
+    with pytest.raises(PermissionDenied):
+        driver.engine.renew_hold("l", "somebody else")
+    with pytest.raises(PermissionDenied):
+        driver.engine.release_hold("l", "somebody else")
+    with pytest.raises(AlreadyExists):
+        driver.engine.lease("l", "test", "me", names, ttl_s=5.0)
+    assert driver.engine.release_hold("l", "me", dict(zip(lease.block_ids, lease.generations, strict=True)))
+    assert driver.engine.lease("m", "test", "me", [b"?" * 16, *names], ttl_s=5.0).block_ids == []
+    assert not driver.engine.release_hold("m", "me")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import Queue
@@ -203,3 +204,13 @@ def test_stop_does_not_wait_for_ever():
     go_on.set()
     host.thread.stop(DEADLINE_S)
     assert not host.thread._thread.is_alive()
+
+
+def test_an_idle_engine_audits_itself(host: Host):
+    assert host.thread.last_audit is None
+    host.driver.clock.advance(6.0)
+    deadline = time.monotonic() + DEADLINE_S
+    while host.thread.last_audit is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert_idle_pool(host.thread.last_audit)
