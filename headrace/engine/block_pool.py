@@ -152,6 +152,14 @@ class BlockPool:
         """Blocks that `allocate` and `fill` can give."""
         return len(self._free) + self._tree.num_idle
 
+    @property
+    def num_quarantined(self) -> int:
+        return sum(map(len, list(self._quarantine.values())))
+
+    @property
+    def num_holds(self) -> int:
+        return len(self._holds)
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold that many tokens."""
         return -(-num_tokens // self.block_size_tokens)

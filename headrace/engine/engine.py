@@ -69,7 +69,9 @@ class EngineLoad:
     cached_tokens: int  # prompt tokens found in the prefix tree …
     queries: int  # … out of so many looked up, each sequence counted once
     preemptions: int
+    holds: int  # of readers elsewhere
     expired_holds: int
+    quarantined_blocks: int
     prefill_tokens_per_s: float  # lately, by steps that mostly prefilled; 0: not known yet
     tiers: list[TierStats]  # of the device, and of what there is below
 
@@ -280,7 +282,9 @@ class Engine:
             cached_tokens=self._scheduler.num_cached_tokens,
             queries=self._scheduler.num_queried_tokens,
             preemptions=self._scheduler.num_preemptions,
+            holds=self._pool.num_holds,
             expired_holds=self._num_expired_holds,
+            quarantined_blocks=self._pool.num_quarantined,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             tiers=self._pool.tier_stats(),
         )

@@ -93,6 +93,20 @@ async def test_kv09_the_first_token_ends_it(settings, reference):
         assert (await d.status()).output_tokens == 0
 
 
+async def test_kv09_an_end_of_text_token_first(settings, reference, tiny_model_files):
+    [eos] = tiny_model_files.eos_token_ids
+    forced = {"logit_bias": {eos: 100.0}}
+    expected = await reference(PROMPT, **forced, ignore_eos=True)
+    assert expected == [eos] * 8
+    async with workers(settings, P, D) as [p, d], session_with(d) as session:
+        answer = await session.answer(PROMPT, prefill=[p], **forced)
+        assert answer.token_ids == [eos]
+        assert answer.finish_reasons == {0: "stop"}
+        assert (await d.status()).output_tokens == 0
+        answer = await session.answer(PROMPT, prefill=[p], **forced, ignore_eos=True)
+        assert answer.token_ids == expected
+
+
 async def test_the_first_token_does_not_wait_for_the_transfer(settings):
     async with workers(settings, P, D) as [p, d], session_with(d) as session:
         d.faults.stall = True

@@ -161,6 +161,7 @@ async def test_a_source_that_stalls_is_given_up_and_its_blocks_stay_out_of_use(s
             answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)])
             assert answer.token_ids == expected
             assert (await d1.status()).blocks.quarantined == NUM_FULL
+            assert (await d1.metrics())["headrace_kv_quarantined_blocks"] == NUM_FULL
             d1.faults.stall = False
 
 
