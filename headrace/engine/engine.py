@@ -76,14 +76,6 @@ class EngineLoad:
     tiers: list[TierStats]  # of the device, and of what there is below
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Blocks held for a reader by their names, and the generation of each."""
-
-    block_ids: list[int]
-    generations: list[int]
-
-
 _MAX_PROBLEMS_LOGGED = 20
 # Each new step counts this much in the rate of prefill.
 _RATE_WEIGHT = 0.2
@@ -153,16 +145,18 @@ class Engine:
         """Nobody outside can write into the aborted sequence's blocks any more. Nothing for an unknown owner."""
         self._pool.settle(owner)
 
-    def lease(self, owner: str, reason: str, reader: str, names: Items[bytes], ttl_s: float) -> Lease:
-        """Hold the leading blocks of `names` that are here, for one reader; none are: no hold. Raises AlreadyExists."""
+    def hold_cached(
+        self, owner: str, reason: str, reader: str, names: Items[bytes], ttl_s: float
+    ) -> dict[int, int]:
+        """Hold the leading blocks of `names` that are here, for one reader. Returns their generations by block id; none:
+        there is no hold. Raises AlreadyExists.
+        """
         if self._pool.owns(owner) or self._scheduler.find(owner):
-            raise AlreadyExists(f"lease {owner} is in use")
+            raise AlreadyExists(f"{owner} is in use")
         block_ids = self._pool.find_for_reader(names)
-        if not block_ids:
-            return Lease([], [])
-        hold = Hold(owner, reason, block_ids, ttl_s, self.clock.now() + ttl_s, reader)
-        self._pool.hold(hold)
-        return Lease(list(hold.block_ids), list(hold.generations))
+        if block_ids:
+            self._pool.hold(Hold(owner, reason, block_ids, ttl_s, self.clock.now() + ttl_s, reader))
+        return {block_id: self._pool.generation(block_id) for block_id in block_ids}
 
     def renew_hold(self, owner: str, reader: str | None = None) -> bool:
         """Start the hold's time again. False when there is no such hold (any more). Raises PermissionDenied when it is
@@ -186,7 +180,7 @@ class Engine:
             return False
         self._fail(owner, RequestCancelled(f"the hold of {owner} was released"))
         if changed:
-            raise StaleBlocks(f"blocks {changed[:8]} of lease {owner} were recycled while they were read")
+            raise StaleBlocks(f"blocks {changed[:8]} of {owner} were recycled while they were read")
         return True
 
     def expire_holds(self) -> None:
@@ -257,6 +251,7 @@ class Engine:
 
     def audit(self) -> PoolAudit:
         """Every block accounted for; what does not add up is logged. Walks the pool: for idle moments and on demand."""
+        self.expire_holds()  # a long step may have kept them
         audit = self._pool.audit(
             self._scheduler.block_users(), self._scheduler.blocks_being_filled(), self.clock.now()
         )
@@ -403,7 +398,7 @@ class Engine:
     def _check_reader(self, owner: str, reader: str | None) -> None:
         hold = self._pool.find_hold(owner)
         if hold is not None and reader is not None and hold.reader != reader:
-            raise PermissionDenied(f"lease {owner} is kept for another reader than {reader}")
+            raise PermissionDenied(f"{owner} is kept for another reader than {reader}")
 
     def _fail(self, sequence_id: str, error: HeadraceError) -> None:
         """End a sequence with all its choices; nothing when it is over already."""

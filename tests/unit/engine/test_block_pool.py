@@ -276,3 +276,12 @@ def test_the_audit_notices_damage(pool: BlockPool, damage):
     assert_sound(pool.audit({0: 1}))
     damage(pool)
     assert any("block 0" in problem for problem in pool.audit({0: 1}).problems)
+
+
+def test_the_audit_names_the_owner_and_the_reason_of_a_hold_that_should_be_over():
+    """A hold that no step and no idle round has ended: what a leak looks like."""
+    pool = BlockPool(4, 4)
+    pool.hold(Hold("h", "hand-off", pool.allocate(2), 5.0, 5.0, reader="r"))
+    assert not [p for p in pool.audit(now_s=9.0).problems if "hold" in p]
+    [problem] = [p for p in pool.audit(now_s=104.0).problems if "hold" in p]
+    assert problem == "hold h (hand-off, 2 blocks, reader r) should have ended 99.0 s ago"

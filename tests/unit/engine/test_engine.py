@@ -450,32 +450,19 @@ def test_load_tells_what_runs_and_what_was_done():
     assert load.free_blocks + load.cached_blocks == 32
 
 
-def test_the_audit_names_the_owner_and_the_reason_of_a_hold_that_should_be_over():
-    """A hold that no step and no idle round has ended: what a leak looks like."""
-    driver = EngineDriver()
-    driver.hold("h", prompt(B), ttl_s=5.0)
-    driver.step()
-    driver.clock.advance(4.0)
-    assert driver.engine.audit().problems == []
-    driver.clock.advance(100.0)
-    [problem] = driver.engine.audit().problems
-    assert "hold h (hand-off" in problem
-    assert "99.0 s ago" in problem
-
-
-def test_leases_are_the_readers_own():
+def test_holds_of_cached_blocks_are_the_readers_own():
     driver = EngineDriver()
     driver.submit("a", prompt(3 * B))
     driver.run()
     names = extend(ROOT, prompt(3 * B), B)
-    lease = driver.engine.lease("l", "test", "me", names, ttl_s=5.0)
-    assert len(lease.block_ids) >= 2
+    held = driver.engine.hold_cached("l", "test", "me", names, ttl_s=5.0)
+    assert len(held) >= 2
     with pytest.raises(PermissionDenied):
         driver.engine.renew_hold("l", "somebody else")
     with pytest.raises(PermissionDenied):
         driver.engine.release_hold("l", "somebody else")
     with pytest.raises(AlreadyExists):
-        driver.engine.lease("l", "test", "me", names, ttl_s=5.0)
-    assert driver.engine.release_hold("l", "me", dict(zip(lease.block_ids, lease.generations, strict=True)))
-    assert driver.engine.lease("m", "test", "me", [b"?" * 16, *names], ttl_s=5.0).block_ids == []
+        driver.engine.hold_cached("l", "test", "me", names, ttl_s=5.0)
+    assert driver.engine.release_hold("l", "me", held)
+    assert driver.engine.hold_cached("m", "test", "me", [b"?" * 16, *names], ttl_s=5.0) == {}
     assert not driver.engine.release_hold("m", "me")
