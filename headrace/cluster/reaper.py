@@ -21,14 +21,15 @@ class Reaper:
     """The keeper's side."""
 
     def __init__(self, folder: str) -> None:
+        self._not_ours = set(psutil.Process().children(recursive=True))
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, folder], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
 
     def watch_children(self) -> None:
-        """Everything that this process has started up to now, directly or not."""
+        """Everything that this process has started since this reaper was made, directly or not."""
         assert self._process.stdin is not None
-        for child in psutil.Process().children(recursive=True):
+        for child in set(psutil.Process().children(recursive=True)) - self._not_ours:
             with suppress(psutil.NoSuchProcess):
                 print(child.pid, child.create_time(), file=self._process.stdin, flush=True)
 
