@@ -22,7 +22,7 @@ from tests.support.process_fleet import ProcessWorker
 NUM_REQUESTS = 1000
 NUM_CLIENTS = 12
 NUM_TOKENS = 6
-MAX_THINK_S = 1.2  # spreads the requests over as many faults
+MAX_THINK_S = 0.9  # spreads the requests over as many faults
 SEED = int(os.environ.get("HEADRACE_CHAOS_SEED", "20261202"))
 # Of the READs of a decode worker. The rest of its READs are sound.
 TRANSFER_FAULTS = {"stall": 0.01, "delay": 0.05, "fail": 0.02, "corrupt": 0.02, "drop": 0.02, "kill": 0.02}
