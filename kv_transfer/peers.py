@@ -93,11 +93,6 @@ class Peers:
             host=self._host.to_proto(),
         )
 
-    def bytes_per_s(self, incarnation: str) -> float:
-        """Of READs from this peer, as measured; 0 while there were none."""
-        link = self.transfers.links.get(incarnation)
-        return (link.rate.bytes_per_s or 0.0) if link is not None else 0.0
-
     @property
     def refusals(self) -> Mapping[str, LayoutMismatch]:
         """By worker id: why blocks can not be exchanged with it."""
@@ -111,7 +106,7 @@ class Peers:
                 worker_id=peer.worker_id,
                 incarnation=peer.incarnation,
                 connected=True,
-                bytes_per_s=self.bytes_per_s(peer.incarnation),
+                bytes_per_s=self.transfers.bytes_per_s(peer.incarnation),
                 transport=peer.carrier.transport,
                 device=peer.carrier.device,
                 block_latency_s=peer.probe.latency_s,

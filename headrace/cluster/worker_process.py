@@ -356,8 +356,6 @@ class WorkerProcess:
             prefill_tokens=load.prefill_tokens,
             output_tokens=load.output_tokens,
             cached_tokens=load.cached_tokens,
-            transferred_bytes=self._transfers.counters.bytes,
-            transfer_s=self._transfers.counters.seconds,
             draining=self._draining,
             metrics_address=self._metrics_address,
             peers=self._peers.statuses(),
