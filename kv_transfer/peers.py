@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from headrace.config import KvSettings, RpcSettings
-from headrace.errors import HeadraceError, LayoutMismatch, TransferFailed, WorkerGone
+from headrace.errors import HeadraceError, LayoutMismatch, TransferFailed
 from headrace.rpc.channel import open_channel
 from headrace.rpc.status import from_rpc_error
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
@@ -59,9 +59,7 @@ class Peers:
         self._host = host
         self._opening: dict[str, asyncio.Task[Peer]] = {}
         self._incarnations: dict[str, str] = {}  # worker id to the incarnation last seen
-        self._refusals: dict[
-            str, LayoutMismatch
-        ] = {}  # by worker id: why blocks can not be exchanged with it
+        self._refusals: dict[str, LayoutMismatch] = {}  # by worker id
 
     async def connect(self, ref: worker_pb2.PeerRef) -> Peer:
         """The peer in this incarnation, after one handshake that all callers share.
@@ -76,11 +74,7 @@ class Peers:
         return await asyncio.shield(task)
 
     async def accept(self, request: kv_pb2.HandshakeRequest) -> kv_pb2.HandshakeResponse:
-        """A reader introduces itself. Raises WorkerGone or LayoutMismatch."""
-        if request.expected_incarnation != self.own.incarnation:
-            raise WorkerGone(
-                f"{self.own.worker_id} is incarnation {self.own.incarnation}, not {request.expected_incarnation}"
-            )
+        """A reader introduces itself. Raises LayoutMismatch."""
         ref = request.self
         parts, _ = self._compared(ref.worker_id, request)
         await self._replace_incarnation(ref.worker_id, ref.incarnation)

@@ -71,6 +71,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
     async def Handshake(
         self, request: kv_pb2.HandshakeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.HandshakeResponse:
+        self._check_incarnation(request.expected_incarnation)
         return await self._peers.accept(request)
 
     async def Prefill(

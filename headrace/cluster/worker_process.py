@@ -69,6 +69,7 @@ _SERVER_GRACE_S = 1.0
 _DISK_CLOSE_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
 _MAX_HOLDS_SHOWN = 100
+_ACCOUNT = tuple(field.name for field in worker_pb2.BlockAccount.DESCRIPTOR.fields)  # as in PoolAudit
 
 MakeTransport = Callable[[str, str, Sequence[BlockRegion]], Transport]  # name, incarnation, regions
 
@@ -369,20 +370,7 @@ class WorkerProcess:
                 )
                 for hold in audit.holds[:_MAX_HOLDS_SHOWN]
             ],
-            blocks=worker_pb2.BlockAccount(
-                total=audit.total,
-                free=audit.free,
-                active=audit.active,
-                cached=audit.cached,
-                held=audit.held,
-                filling=audit.filling,
-                quarantined=audit.quarantined,
-                problems=audit.problems,
-                host_total=audit.host_total,
-                host_free=audit.host_free,
-                host_cached=audit.host_cached,
-                host_held=audit.host_held,
-            ),
+            blocks=worker_pb2.BlockAccount(**{name: getattr(audit, name) for name in _ACCOUNT}),
         )
 
 
