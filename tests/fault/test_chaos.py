@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from router.app import Router
-from tests.support.fleet import fleet_settings, session_with, workers
+from tests.support.fleet import session_with, workers
 from tests.support.process_fleet import ProcessWorker
 
 NUM_REQUESTS = 1000
@@ -40,18 +39,10 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer() as server:
-        yield server.url
-
-
 @pytest.fixture
-def settings(tiny_model_files, redis_url):
+def settings(settings_with):
     """What is silent is given up within a second or two, so that a thousand requests see many faults."""
-    return fleet_settings(
-        tiny_model_files,
-        redis_url,
+    return settings_with(
         kv={
             "transport": "nixl",
             "connect_timeout_s": 1.0,
