@@ -130,6 +130,20 @@ async def make_trouble(victims: Sequence[ProcessWorker], draw: random.Random, do
     return happened
 
 
+async def phase(stub, expected, victims: Sequence[ProcessWorker], draw: random.Random) -> Clients:
+    """Half of the requests, while the victims are in trouble."""
+    clients, done = Clients(stub, expected, draw.randrange(1 << 30)), asyncio.Event()
+    trouble = asyncio.create_task(make_trouble(victims, draw, done))
+    try:
+        await clients.run(NUM_REQUESTS // 2)
+    finally:
+        done.set()
+        happened = await trouble
+    print(f"seed {SEED}: {dict(clients.outcomes)} while {dict(happened)}")
+    assert happened.total() > 0
+    return clients
+
+
 @pytest.mark.timeout(400)
 async def test_chaos(settings, tmp_path):
     """First the prefill side and the transfers fail, which no client notices; then decode workers too."""
@@ -152,18 +166,10 @@ async def test_chaos(settings, tmp_path):
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             for victims, allowed in ((prefill, {"OK"}), (prefill + decode, {"OK", *DEFINITE})):
-                clients, done = Clients(stub, expected, draw.randrange(1 << 30)), asyncio.Event()
-                trouble = asyncio.create_task(make_trouble(victims, draw, done))
-                try:
-                    await clients.run(NUM_REQUESTS // 2)
-                finally:
-                    done.set()
-                    happened = await trouble
-                print(f"seed {SEED}: {dict(clients.outcomes)} while {dict(happened)}")
+                clients = await phase(stub, expected, victims, draw)
                 assert clients.outcomes.total() == NUM_REQUESTS // 2
                 assert not clients.wrong
                 assert set(clients.outcomes) <= allowed
-                assert happened.total() > 0
         for worker in prefill + decode:
             if not worker.is_alive:
                 await worker.start()
