@@ -106,8 +106,8 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self._check_incarnation(request.expected_incarnation)
         _check_lease_request(request.lease_id, request.lease_ttl_s)
         self._peers.transfers.serve_for(request.lease_ttl_s)
-        lease = await self._engine.call(
-            lambda engine: engine.lease(
+        held = await self._engine.call(
+            lambda engine: engine.hold(
                 request.lease_id,
                 _LEASE_REASON,
                 request.reader.incarnation,
@@ -116,9 +116,9 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             )
         )
         return kv_pb2.LeaseResponse(
-            block_ids=lease.block_ids,
-            generations=lease.generations,
-            checksums=await self._checksums(lease.block_ids) if request.checksum else (),
+            block_ids=held.block_ids,
+            generations=held.generations,
+            checksums=await self._checksums(held.block_ids) if request.checksum else (),
         )
 
     async def Renew(

@@ -75,7 +75,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class HeldBlocks:
     """Blocks held for a reader by their names, and the generation of each."""
 
     block_ids: list[int]
@@ -151,16 +151,16 @@ class Engine:
         """Nobody outside can write into the aborted sequence's blocks any more. Nothing for an unknown owner."""
         self._pool.settle(owner)
 
-    def lease(self, owner: str, reason: str, reader: str, names: Items[bytes], ttl_s: float) -> Lease:
+    def hold(self, owner: str, reason: str, reader: str, names: Items[bytes], ttl_s: float) -> HeldBlocks:
         """Hold the leading blocks of `names` that are here, for one reader; none are: no hold. Raises AlreadyExists."""
         if self._pool.owns(owner) or self._scheduler.find(owner):
-            raise AlreadyExists(f"lease {owner} is in use")
+            raise AlreadyExists(f"hold {owner} is in use")
         block_ids = self._pool.find_for_reader(names)
         if not block_ids:
-            return Lease([], [])
+            return HeldBlocks([], [])
         hold = Hold(owner, reason, block_ids, ttl_s, self.clock.now() + ttl_s, reader)
         self._pool.hold(hold)
-        return Lease(list(hold.block_ids), list(hold.generations))
+        return HeldBlocks(list(hold.block_ids), list(hold.generations))
 
     def renew_hold(self, owner: str, reader: str | None = None) -> bool:
         """Start the hold's time again. False when there is no such hold (any more). Raises PermissionDenied when it is
@@ -184,7 +184,7 @@ class Engine:
             return False
         self.fail(owner, RequestCancelled(f"the hold of {owner} was released"))
         if changed:
-            raise StaleBlocks(f"blocks {changed[:8]} of lease {owner} were recycled while they were read")
+            raise StaleBlocks(f"blocks {changed[:8]} of hold {owner} were recycled while they were read")
         return True
 
     def expire_holds(self) -> None:
@@ -403,7 +403,7 @@ class Engine:
     def _check_reader(self, owner: str, reader: str | None) -> None:
         hold = self._pool.find_hold(owner)
         if hold is not None and reader is not None and hold.reader != reader:
-            raise PermissionDenied(f"lease {owner} is kept for another reader than {reader}")
+            raise PermissionDenied(f"hold {owner} is kept for another reader than {reader}")
 
     def _take_output(self) -> StepOutput:
         events, self._events = self._events, []
