@@ -63,7 +63,6 @@ class HandOff:
         self._ref = ref
         self._task = task
         self.report = HandOffReport(prefill_worker=ref.worker_id)
-        self._lease_id = uuid.uuid4().hex
         self._reservation: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
         self._announced: dict[int, RemoteBlock] = {}  # by index in the prompt
         self._news = asyncio.Event()
@@ -85,7 +84,7 @@ class HandOff:
         sequence = self._task.sequence
         peers = self._context.reads.peers
         peer = await peers.connect(self._ref)
-        reads = LeasedReads(self._context.reads, peer, self._lease_id)
+        reads = LeasedReads(self._context.reads, peer, uuid.uuid4().hex)
         adopted = False
         try:
             await self._exchange(reads, on_first_token, going_on)
@@ -227,7 +226,7 @@ class HandOff:
     def _request(self, reads: LeasedReads) -> kv_pb2.PrefillRequest:
         sequence = self._task.sequence
         return kv_pb2.PrefillRequest(
-            lease_id=self._lease_id,
+            lease_id=reads.lease_id,
             reader=self._context.reads.peers.own,
             expected_incarnation=self._ref.incarnation,
             token_ids=sequence.token_ids,

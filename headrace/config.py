@@ -116,7 +116,7 @@ class KvSettings(_Section):
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="fraction of hand-offs and prefix fetches whose blocks are checksummed at both ends; tests: 1",
+        description="fraction of hand-offs and prefix fetches whose blocks are checksummed at both ends",
     )
     require_rdma: bool = Field(
         default=False,

@@ -14,11 +14,8 @@ from headrace.errors import InvalidRequest
 from headrace.rpc.v1 import kv_pb2
 
 _RDMA_FAMILIES = ("rc", "dc")  # of "ib"; the third, ud, has no one-sided READs
-_SHARED_MEMORY = {
-    "sm",
-    "shm",
-    "cma",
-}  # of these, only CMA notices that a peer is lost, so it is the one in use
+# Of these, only CMA notices that a peer is lost, so it is the one in use.
+_SHARED_MEMORY = ("sm", "shm", "cma")
 _PORT_STATES = "sys/class/infiniband/*/ports/*/state"
 
 

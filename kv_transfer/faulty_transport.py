@@ -137,9 +137,6 @@ class FaultyTransport:
             _Arrival(peer, due_at, address, ctypes.string_at(address, nbytes)) for address in addresses
         ]
 
-    def block_bytes(self) -> int:
-        return self.regions[0].block_bytes
-
     def _address(self, block_id: int) -> int:
         return self.regions[0].address + block_id * self.regions[0].block_bytes
 
@@ -177,7 +174,8 @@ class _FaultyRead:
         self._fate = fate
         self._addresses = addresses
         self._drops = faults.drop or Fault.DROP in fate
-        self._delay_s = _drawn_delay_s(faults) if Fault.DELAY in fate else 0.0
+        chaos = faults.chaos
+        self._delay_s = chaos.random.uniform(0.0, chaos.max_delay_s) if chaos and Fault.DELAY in fate else 0.0
         self._asked_at = time.monotonic()
         self._inner: Read | None = None
         self._given_up: str | None = None
@@ -222,12 +220,7 @@ class _FaultyRead:
         spoiled = self._addresses if self._faults.corrupt else []
         chaos = self._faults.chaos
         if chaos is not None and Fault.CORRUPT in self._fate:
-            offset = chaos.random.randrange(self._transport.block_bytes())
+            offset = chaos.random.randrange(self._transport.regions[0].block_bytes)
             spoiled = [chaos.random.choice(self._addresses) + offset]
         for address in spoiled:
             ctypes.c_uint8.from_address(address).value ^= 0xFF
-
-
-def _drawn_delay_s(faults: Faults) -> float:
-    assert faults.chaos is not None
-    return faults.chaos.random.uniform(0.0, faults.chaos.max_delay_s)

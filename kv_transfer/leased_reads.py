@@ -199,6 +199,7 @@ class LeasedReads:
         metrics, peer = self._context.metrics, self.peer.worker_id
         metrics.read_bytes.labels(peer).inc(stats.bytes)
         metrics.read_blocks.labels(peer).inc(num_blocks)
+        metrics.read_descriptors.labels(peer).inc(num_blocks * self.peer.descriptors_per_block)
         metrics.read_seconds.observe(stats.seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -49,26 +50,26 @@ class KvMetrics:
         self.read_blocks = Counter(
             "headrace_kv_read_blocks", "Blocks read from a peer", ["peer"], registry=registry
         )
+        self.read_descriptors = Counter(
+            "headrace_kv_read_descriptors",
+            "Pieces of memory read from a peer: one a block, more across different tensor parallelism",
+            ["peer"],
+            registry=registry,
+        )
         self.read_seconds = Histogram(
             "headrace_kv_read_seconds",
             "One READ, from posting to the last byte",
             buckets=_SECONDS,
             registry=registry,
         )
-        self.failures = Counter(
-            "headrace_kv_failures", "READs and hand-offs that gave no KV", ["reason"], registry=registry
-        )
-        self.refusals = Counter(
-            "headrace_kv_refused_references",
-            "References to our blocks refused",
-            ["reason"],
-            registry=registry,
-        )
-        self.prefix_decisions = Counter(
-            "headrace_kv_prefix_decisions",
+        self.failures = _counter("failures", "READs and hand-offs that gave no KV", Failure, registry)
+        self.refusals = _counter("refused_references", "References to our blocks refused", Refusal, registry)
+        self.prefix_decisions = _counter(
+            "prefix_decisions",
             "Prefixes that another worker was named as a source of",
-            ["decision"],
-            registry=registry,
+            PrefixDecision,
+            registry,
+            label="decision",
         )
         self.refused_peers = Gauge(
             "headrace_kv_refused_peers",
@@ -76,9 +77,13 @@ class KvMetrics:
             ["field"],
             registry=registry,
         )
-        for reason in Failure:
-            self.failures.labels(reason)
-        for reason in Refusal:
-            self.refusals.labels(reason)
-        for decision in PrefixDecision:
-            self.prefix_decisions.labels(decision)
+
+
+def _counter(
+    name: str, text: str, kinds: Iterable[str], registry: CollectorRegistry, label: str = "reason"
+) -> Counter:
+    """Each of its kinds is there from the start, at 0."""
+    counter = Counter(f"headrace_kv_{name}", text, [label], registry=registry)
+    for kind in kinds:
+        counter.labels(kind)
+    return counter

@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from headrace.config import KvSettings, RpcSettings
-from headrace.errors import HeadraceError, LayoutMismatch, TransferFailed, WorkerGone
+from headrace.errors import HeadraceError, LayoutMismatch, TransferFailed
 from headrace.rpc.channel import open_channel
 from headrace.rpc.status import from_rpc_error
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
@@ -37,6 +37,7 @@ class Peer:
     stub: kv_pb2_grpc.KvExchangeStub
     carrier: Carrier
     probe: Probe
+    descriptors_per_block: int
 
 
 class Peers:
@@ -59,9 +60,7 @@ class Peers:
         self._host = host
         self._opening: dict[str, asyncio.Task[Peer]] = {}
         self._incarnations: dict[str, str] = {}  # worker id to the incarnation last seen
-        self._refusals: dict[
-            str, LayoutMismatch
-        ] = {}  # by worker id: why blocks can not be exchanged with it
+        self._refusals: dict[str, LayoutMismatch] = {}  # by worker id
 
     async def connect(self, ref: worker_pb2.PeerRef) -> Peer:
         """The peer in this incarnation, after one handshake that all callers share.
@@ -76,11 +75,7 @@ class Peers:
         return await asyncio.shield(task)
 
     async def accept(self, request: kv_pb2.HandshakeRequest) -> kv_pb2.HandshakeResponse:
-        """A reader introduces itself. Raises WorkerGone or LayoutMismatch."""
-        if request.expected_incarnation != self.own.incarnation:
-            raise WorkerGone(
-                f"{self.own.worker_id} is incarnation {self.own.incarnation}, not {request.expected_incarnation}"
-            )
+        """A reader introduces itself. Raises LayoutMismatch."""
         ref = request.self
         parts, _ = self._compared(ref.worker_id, request)
         await self._replace_incarnation(ref.worker_id, ref.incarnation)
@@ -92,11 +87,6 @@ class Peers:
             transport_metadata=[await self.transfers.metadata()],
             host=self._host.to_proto(),
         )
-
-    def bytes_per_s(self, incarnation: str) -> float:
-        """Of READs from this peer, as measured; 0 while there were none."""
-        link = self.transfers.links.get(incarnation)
-        return (link.rate.bytes_per_s or 0.0) if link is not None else 0.0
 
     @property
     def refusals(self) -> Mapping[str, LayoutMismatch]:
@@ -111,7 +101,7 @@ class Peers:
                 worker_id=peer.worker_id,
                 incarnation=peer.incarnation,
                 connected=True,
-                bytes_per_s=self.bytes_per_s(peer.incarnation),
+                bytes_per_s=self.transfers.bytes_per_s(peer.incarnation),
                 transport=peer.carrier.transport,
                 device=peer.carrier.device,
                 block_latency_s=peer.probe.latency_s,
@@ -181,7 +171,8 @@ class Peers:
             latency_s=probe.latency_s,
             bytes_per_s=probe.bytes_per_s,
         )
-        return Peer(ref.worker_id, ref.incarnation, channel, stub, carrier, probe)
+        num_pieces = sum(part.slice.count for part in parts)
+        return Peer(ref.worker_id, ref.incarnation, channel, stub, carrier, probe, num_pieces)
 
     async def _probe(self, ref: worker_pb2.PeerRef) -> Probe:
         """Make the connection and measure it. A failure tears it down: a READ may still be under way."""

@@ -137,7 +137,7 @@ class PrefixFetcher:
 
     def _predicted_fetch_s(self, peer: Peer, num_blocks: int) -> float:
         """Two calls and the transfer, as measured with this peer; the calls alone while no transfer was measured."""
-        bytes_per_s = self._context.peers.bytes_per_s(peer.incarnation)
+        bytes_per_s = self._context.peers.transfers.bytes_per_s(peer.incarnation)
         calls_s = 2 * self._call_s.get(peer.incarnation, _FIRST_GUESS_S)
         return calls_s + (num_blocks * self._block_bytes / bytes_per_s if bytes_per_s else 0.0)
 

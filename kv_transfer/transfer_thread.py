@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import structlog
 
 from headrace.errors import HeadraceError, TransferFailed, Unavailable
-from kv_transfer.links import FailureReason, LinkStats
+from kv_transfer.rate import Rate
 from kv_transfer.transport import Part, Read, Transport
 
 log = structlog.get_logger()
@@ -39,7 +39,6 @@ _MAX_SLEEP_S = 1e-3
 _SERVING_WAIT_S = 1e-3  # somebody has a lease, or is about to connect
 _CONNECTED_WAIT_S = 5e-3  # nobody has: each look costs some 40 us, which is what a worker takes when idle
 _ALONE_WAIT_S = 0.1
-_MAX_LINKS = 1024  # peers whose counters are kept, those that are gone included
 _NUM_TIMED_PROBES = 3
 
 
@@ -47,16 +46,6 @@ _NUM_TIMED_PROBES = 3
 class TransferStats:
     bytes: int
     seconds: float  # from posting to the last byte
-
-
-@dataclass(slots=True)
-class TransferCounters:
-    """Since the start. Written by the thread, read by anybody."""
-
-    reads: int = 0
-    failed: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +66,6 @@ class Transfer:
         self.local_block_ids = list(local_block_ids)
         self.done: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(_retrieve)
-        self.is_probe = False
         self._over = asyncio.Event()
 
     async def settled(self) -> None:
@@ -110,13 +98,11 @@ class TransferThread:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any] | None]] = queue.SimpleQueue()
         self._running: list[_Running] = []
-        self._peers: dict[str, int] = {}  # connected, with the descriptors of one block
+        self._peers: dict[str, Rate] = {}  # connected; written by the thread, read by anybody
         self._closing = False
         self._door = threading.Lock()  # nothing enters the queue once `_closing` is set
         self._transport: Transport
-        self._links: dict[str, LinkStats] = {}
         self._serves_until = 0.0
-        self.counters = TransferCounters()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     async def start(self) -> None:
@@ -127,18 +113,17 @@ class TransferThread:
     async def metadata(self) -> bytes:
         return await self._call(lambda: self._transport.metadata(), _COMMAND_TIMEOUT_S)
 
-    @property
-    def links(self) -> dict[str, LinkStats]:
-        """What is known of each peer, by incarnation."""
-        return self._links.copy()
+    def bytes_per_s(self, peer: str) -> float:
+        """Of READs from it since it was connected, probes included; 0 while there were none."""
+        rate = self._peers.get(peer)
+        return rate.bytes_per_s if rate is not None else 0.0
 
     async def connect(self, peer: str, parts: Sequence[Part], timeout_s: float) -> None:
         """Raises TransferFailed."""
 
         def command() -> None:
             self._transport.connect(peer, parts)
-            self._peers[peer] = sum(part.slice.count for part in parts)
-            self._note_link(peer)
+            self._peers.setdefault(peer, Rate())
 
         await self._call(command, timeout_s)
 
@@ -149,7 +134,6 @@ class TransferThread:
         seconds: list[float] = []
         for _ in range(1 + _NUM_TIMED_PROBES):
             transfer = Transfer(peer, [0], [self._transport.regions[0].num_blocks])
-            transfer.is_probe = True
             self._start(transfer)
             stats = await transfer.done
             seconds.append(stats.seconds)
@@ -238,12 +222,6 @@ class TransferThread:
     def _block_bytes(self) -> int:
         return self._transport.regions[0].block_bytes
 
-    def _note_link(self, peer: str) -> None:
-        self._links.setdefault(peer, LinkStats())
-        gone = [name for name in self._links if name not in self._peers]
-        for name in gone[: max(0, len(self._links) - _MAX_LINKS)]:
-            del self._links[name]
-
     def _execute_commands(self, wait_s: float) -> None:
         try:
             command, future = self._commands.get(block=wait_s > 0, timeout=wait_s)
@@ -256,12 +234,12 @@ class TransferThread:
     def _post(self, transfer: Transfer) -> None:
         posted_at = time.perf_counter()
         if self._closing:
-            self._report_failure(transfer, TransferFailed(_CLOSED), FailureReason.CLOSED)
+            self._tell(transfer, TransferFailed(_CLOSED))
             return
         try:
             read = self._transport.read(transfer.peer, transfer.remote_block_ids, transfer.local_block_ids)
         except Exception as error:  # noqa: BLE001 - this READ fails, the thread goes on
-            self._fail(transfer, error, FailureReason.POST)
+            self._fail(transfer, error)
             return
         self._running.append(_Running(transfer, read, posted_at))
 
@@ -280,56 +258,36 @@ class TransferThread:
             if not running.read.poll():
                 return False
         except Exception as error:  # noqa: BLE001 - as above
-            self._fail(running.transfer, error, FailureReason.READ)
+            self._fail(running.transfer, error)
             return True
         seconds = time.perf_counter() - running.posted_at
         num_bytes = len(running.transfer.local_block_ids) * self._block_bytes
-        self._report_success(running.transfer, TransferStats(num_bytes, seconds))
+        if (rate := self._peers.get(running.transfer.peer)) is not None:
+            rate.add(num_bytes, seconds)
+        self._tell(running.transfer, TransferStats(num_bytes, seconds))
         return True
 
-    def _fail(self, transfer: Transfer, error: Exception, reason: FailureReason) -> None:
+    def _fail(self, transfer: Transfer, error: Exception) -> None:
         """Only TransferFailed says that a READ is over. After anything else the peer is torn down to make it so."""
         if not isinstance(error, TransferFailed):
             log.error(
                 "transport raised what it should not; disconnecting", peer=transfer.peer, exc_info=error
             )
             self._transport.disconnect(transfer.peer)
-            error, reason = TransferFailed(f"unexpected: {error!r}"), FailureReason.UNEXPECTED
-        self._report_failure(transfer, error, reason)
+            error = TransferFailed(f"unexpected: {error!r}")
+        self._tell(transfer, error)
 
     def _disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
         self._transport.disconnect(peer)
         its = [running for running in self._running if running.transfer.peer == peer]
-        self._abandon(its, "was disconnected", FailureReason.DISCONNECTED)
+        self._abandon(its, "was disconnected")
 
-    def _abandon(self, runnings: list[_Running], why: str, reason: FailureReason) -> None:
+    def _abandon(self, runnings: list[_Running], why: str) -> None:
         for running in runnings:
             self._running.remove(running)
             running.read.release()
-            error = TransferFailed(f"peer {running.transfer.peer} {why}")
-            self._report_failure(running.transfer, error, reason)
-
-    def _report_success(self, transfer: Transfer, stats: TransferStats) -> None:
-        link = self._links[transfer.peer]
-        link.rate.add(stats.bytes, stats.seconds)
-        if not transfer.is_probe:
-            for counters in (self.counters, link):
-                counters.reads += 1
-                counters.bytes += stats.bytes
-                counters.seconds += stats.seconds
-            link.descriptors += len(transfer.local_block_ids) * self._peers.get(transfer.peer, 1)
-        self._tell(transfer, stats)
-
-    def _report_failure(self, transfer: Transfer, error: TransferFailed, reason: FailureReason) -> None:
-        if (link := self._links.get(transfer.peer)) is not None:
-            link.failures[reason] += 1
-        if not transfer.is_probe:
-            self.counters.reads += 1
-            self.counters.failed += 1
-            if link is not None:
-                link.reads += 1
-        self._tell(transfer, error)
+            self._tell(running.transfer, TransferFailed(f"peer {running.transfer.peer} {why}"))
 
     def _tell(self, transfer: Transfer, result: TransferStats | HeadraceError) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -339,7 +297,7 @@ class TransferThread:
         try:
             if hasattr(self, "_transport"):
                 self._transport.close()  # after this, no READ can write
-                self._abandon(list(self._running), "is read no more: " + _CLOSED, FailureReason.CLOSED)
+                self._abandon(list(self._running), "is read no more: " + _CLOSED)
         finally:
             self._refuse_commands()
 

@@ -71,6 +71,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
     async def Handshake(
         self, request: kv_pb2.HandshakeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.HandshakeResponse:
+        self._check_incarnation(request.expected_incarnation)
         return await self._peers.accept(request)
 
     async def Prefill(
@@ -150,13 +151,11 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             raise Overloaded(f"{self._peers.own.worker_id} is draining")
         offered = [NamedBlock(block.digest, block.parent_digest) for block in request.blocks]
         missing = await self._engine.call(lambda engine: engine.missing(offered))
-        num_fetched = 0
+        num_present = len(offered) - len(missing)
         if missing:
             deadline = Deadline.after(request.timeout_s, self._reads.clock)
-            num_fetched = (await self._fetcher.adopt(request.owner, missing, deadline)).num_blocks
-        return kv_pb2.OfferResponse(
-            num_present=len(offered) - len(missing) + num_fetched, num_fetched=num_fetched
-        )
+            num_present += (await self._fetcher.adopt(request.owner, missing, deadline)).num_blocks
+        return kv_pb2.OfferResponse(num_present=num_present)
 
     async def _checked(self, lease_id: str, answer: Awaitable[bool]) -> None:
         """Raises what the reader is told when its lease is not what it thinks; counted by reason."""

@@ -119,15 +119,7 @@ class Dispatcher:
         if not layouts:
             raise Unavailable(f"no worker that serves {self._model.name!r} is alive")
         layout = layouts.most_common(1)[0][0]
-        block_size, kv_dtype, _ = layout
-        root = HashRoot(
-            self._model.files.fingerprint,
-            self._model.files.tokenizer_fingerprint,
-            block_size,
-            kv_dtype,
-            salt=request.cache_salt,
-        )
-        matched = self._view.index.match(block_hashes(root, request.token_ids))
+        matched = self._match(request, *layout[:2])
         peers = [
             (record, self._worker_view(record, matched.get(record.worker_id)))
             for record in records
@@ -142,6 +134,14 @@ class Dispatcher:
             decode=decode,
             holders=tuple(view for _, view in peers if view.cached_tokens),
         )
+
+    def _match(self, request: GenerationRequest, block_size: int, kv_dtype: str) -> dict[str, Match]:
+        """What each worker has of the prompt, by worker id."""
+        files = self._model.files
+        root = HashRoot(
+            files.fingerprint, files.tokenizer_fingerprint, block_size, kv_dtype, salt=request.cache_salt
+        )
+        return self._view.index.match(block_hashes(root, request.token_ids))
 
     def _worker_view(self, record: WorkerRecord, match: Match | None) -> WorkerView:
         return WorkerView(

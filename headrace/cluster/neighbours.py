@@ -24,13 +24,10 @@ from kv_transfer.peers import Peers
 
 log = structlog.get_logger()
 
-_MAX_CONNECTED = (
-    64  # ahead of need; each costs a few megabytes. Further ones are connected when a request needs them
-)
+# Ahead of need; each costs a few megabytes. Further ones are connected when a request needs them.
+_MAX_CONNECTED = 64
 _OFFER_BLOCKS = 256  # at a time, so that no lease is long and the end of the drain time loses little
-_MAX_SHARE = (
-    8  # a neighbour gives up at most 1 / this of its pool for what is offered, beside its free blocks
-)
+_MAX_SHARE = 8  # a neighbour gives up 1 / this of its pool for what is offered, where less is free
 
 
 class Neighbours:
@@ -75,27 +72,25 @@ class Neighbours:
 
     async def evacuate(
         self, hottest: Callable[[int], Awaitable[list[NamedBlock]]], deadline: Deadline
-    ) -> int:
-        """Offer what is cached here to the neighbour with most room, until it is there or the deadline. Returns how
-        many blocks were fetched or there already.
-        """
+    ) -> None:
+        """Offer what is cached here to the neighbour with most room, until it is there or the deadline."""
         try:
             others = [record for record in await self._others() if not record.draining]
         except Unavailable as error:
             log.warning("nobody to leave cached blocks to", error=str(error))
-            return 0
+            return
         others.sort(key=lambda record: record.load.free_blocks, reverse=True)
         for record in others:
             if record.worker_id in self._peers.refusals:
                 continue
             room = max(record.load.free_blocks, record.num_blocks // _MAX_SHARE)
             try:
-                return await self._offer(record, await hottest(room), deadline)
+                await self._offer(record, await hottest(room), deadline)
+                return
             except HeadraceError as error:
                 log.warning("cached blocks not taken", neighbour=record.worker_id, error=str(error))
-        return 0
 
-    async def _offer(self, record: WorkerRecord, blocks: list[NamedBlock], deadline: Deadline) -> int:
+    async def _offer(self, record: WorkerRecord, blocks: list[NamedBlock], deadline: Deadline) -> None:
         peer = await self._peers.connect(_ref(record))
         num_there = 0
         for start in range(0, len(blocks), _OFFER_BLOCKS):
@@ -118,7 +113,6 @@ class Neighbours:
             if response.num_present < len(some):
                 break  # it has no more room
         log.info("cached blocks left to a neighbour", neighbour=record.worker_id, blocks=num_there)
-        return num_there
 
     async def _others(self) -> list[WorkerRecord]:
         """Workers that serve what this one serves. Raises Unavailable."""

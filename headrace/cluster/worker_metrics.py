@@ -81,11 +81,7 @@ def _links(peers: Peers) -> Iterable[Metric]:
             carriers[peer.transport, peer.device] += 1
     for carrier, count in carriers.items():
         connected.add_metric(carrier, count)
-    descriptors = sum(link.descriptors for link in peers.transfers.links.values())
-    read = CounterMetricFamily(
-        "headrace_kv_read_descriptors", "Pieces of memory read from peers", descriptors
-    )
-    yield from (bandwidth, connected, read)
+    yield from (bandwidth, connected)
 
 
 def _audited(audit: PoolAudit | None) -> Iterable[Metric]:

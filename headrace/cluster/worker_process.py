@@ -69,6 +69,7 @@ _SERVER_GRACE_S = 1.0
 _DISK_CLOSE_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
 _MAX_HOLDS_SHOWN = 100
+_ACCOUNT = tuple(field.name for field in worker_pb2.BlockAccount.DESCRIPTOR.fields)  # as in PoolAudit
 
 MakeTransport = Callable[[str, str, Sequence[BlockRegion]], Transport]  # name, incarnation, regions
 
@@ -208,16 +209,7 @@ class WorkerProcess:
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
         self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc, self._host)
         metrics = self._serve_metrics()
-        reads = ReadContext(
-            self._peers, settings.kv, SystemClock(), self._memory.checksums, metrics, self._own
-        )
-        block_size_tokens = settings.engine.block_size_tokens
-        fetcher = PrefixFetcher(reads, self._engine, self._cache.block_bytes, block_size_tokens)
-        self._context = DecodeContext(
-            self._engine, reads, fetcher, self._root_digest, self._files.eos_token_ids, block_size_tokens
-        )
-        self._exchange = KvExchangeService(self._engine, reads, fetcher, self._root_digest, block_size_tokens)
-        self._decode = DecodeWorker(self._context) if self._role != Role.PREFILL else None
+        self._make_services(metrics)
         directory = RedisDirectory(settings.directory)
         self._cleanup.push_async_callback(directory.close)
         # Before the engine runs: its first step tells what is on disk from before.
@@ -240,6 +232,20 @@ class WorkerProcess:
         self._neighbours = Neighbours(directory, self._peers, metrics, self._role, self._set_exchange_ready)
         watching = asyncio.create_task(self._neighbours.run(settings.directory.worker_ttl_s / 2))
         self._cleanup.push_async_callback(_ended, watching)
+
+    def _make_services(self, metrics: KvMetrics) -> None:
+        """What this worker does for peers and, where it decodes, for routers."""
+        settings = self._settings
+        reads = ReadContext(
+            self._peers, settings.kv, SystemClock(), self._memory.checksums, metrics, self._own
+        )
+        block_size_tokens = settings.engine.block_size_tokens
+        fetcher = PrefixFetcher(reads, self._engine, self._cache.block_bytes, block_size_tokens)
+        context = DecodeContext(
+            self._engine, reads, fetcher, self._root_digest, self._files.eos_token_ids, block_size_tokens
+        )
+        self._exchange = KvExchangeService(self._engine, reads, fetcher, self._root_digest, block_size_tokens)
+        self._decode = DecodeWorker(context) if self._role != Role.PREFILL else None
 
     def _serve_metrics(self) -> KvMetrics:
         """For Prometheus. What else the process does is not stopped by a scrape: it has its own thread."""
@@ -356,8 +362,6 @@ class WorkerProcess:
             prefill_tokens=load.prefill_tokens,
             output_tokens=load.output_tokens,
             cached_tokens=load.cached_tokens,
-            transferred_bytes=self._transfers.counters.bytes,
-            transfer_s=self._transfers.counters.seconds,
             draining=self._draining,
             metrics_address=self._metrics_address,
             peers=self._peers.statuses(),
@@ -371,20 +375,7 @@ class WorkerProcess:
                 )
                 for hold in audit.holds[:_MAX_HOLDS_SHOWN]
             ],
-            blocks=worker_pb2.BlockAccount(
-                total=audit.total,
-                free=audit.free,
-                active=audit.active,
-                cached=audit.cached,
-                held=audit.held,
-                filling=audit.filling,
-                quarantined=audit.quarantined,
-                problems=audit.problems,
-                host_total=audit.host_total,
-                host_free=audit.host_free,
-                host_cached=audit.host_cached,
-                host_held=audit.host_held,
-            ),
+            blocks=worker_pb2.BlockAccount(**{name: getattr(audit, name) for name in _ACCOUNT}),
         )
 
 

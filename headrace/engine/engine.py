@@ -148,8 +148,8 @@ class Engine:
     def hold_cached(
         self, owner: str, reason: str, reader: str, names: Items[bytes], ttl_s: float
     ) -> dict[int, int]:
-        """Hold the leading blocks of `names` that are here, for one reader. Returns their generations by block id; none:
-        there is no hold. Raises AlreadyExists.
+        """Hold the leading blocks of `names` that are here, for one reader. Returns their generations by block id;
+        none: there is no hold. Raises AlreadyExists.
         """
         if self._pool.owns(owner) or self._scheduler.find(owner):
             raise AlreadyExists(f"{owner} is in use")
@@ -178,9 +178,9 @@ class Engine:
         changed = [i for i, told in (generations or {}).items() if not self._pool.is_generation(i, told)]
         if not self._pool.release_hold(owner):
             return False
-        self._fail(owner, RequestCancelled(f"the hold of {owner} was released"))
+        self.fail(owner, RequestCancelled(f"the hold of {owner} was released"))
         if changed:
-            raise StaleBlocks(f"blocks {changed[:8]} of {owner} were recycled while they were read")
+            raise StaleBlocks(f"blocks {changed[:8]} of hold {owner} were recycled while they were read")
         return True
 
     def expire_holds(self) -> None:
@@ -197,7 +197,7 @@ class Engine:
                 blocks=len(hold.block_ids),
             )
             self._pool.release_hold(owner)
-            self._fail(owner, Unavailable(f"the hold expired while {owner} was being computed"))
+            self.fail(owner, Unavailable(f"the hold expired while {owner} was being computed"))
 
     def begin_import(self, owner: str, count: int) -> list[int]:
         """Blocks to be filled with cached content of another engine; as many as can be spared, perhaps none."""
@@ -217,13 +217,17 @@ class Engine:
         self._pool.forget_cached()
 
     def fail(self, sequence_id: str, error: HeadraceError) -> None:
-        """End a sequence with an error event; nothing for an id that is unknown or over."""
-        self._fail(sequence_id, error)
+        """End a sequence, with all its choices, by an error event; nothing for an id that is unknown or over."""
+        choices = self._scheduler.find(sequence_id)
+        for sequence in choices:
+            self._scheduler.end(sequence)
+        if choices:
+            self._events.append(Failed(sequence_id, error))
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every sequence with `error`: the last resort when the engine itself is at fault."""
         for sequence in self._scheduler.alive():
-            self._fail(sequence.id, error)
+            self.fail(sequence.id, error)
 
     # --- questions --------------------------------------------------------------------------------------------------
 
@@ -328,7 +332,7 @@ class Engine:
             if error is None and samples and len(result.drawn) != len(sequence.choices):
                 error = InternalError(f"the step drew {len(result.drawn)} tokens for {sequence.id}")
             if error is not None:
-                self._fail(sequence.id, error)
+                self.fail(sequence.id, error)
             if sequence.state is not State.RUNNING:
                 continue  # it failed here, or with another of its choices
             self._count(chunk)
@@ -398,15 +402,7 @@ class Engine:
     def _check_reader(self, owner: str, reader: str | None) -> None:
         hold = self._pool.find_hold(owner)
         if hold is not None and reader is not None and hold.reader != reader:
-            raise PermissionDenied(f"{owner} is kept for another reader than {reader}")
-
-    def _fail(self, sequence_id: str, error: HeadraceError) -> None:
-        """End a sequence with all its choices; nothing when it is over already."""
-        choices = self._scheduler.find(sequence_id)
-        for sequence in choices:
-            self._scheduler.end(sequence)
-        if choices:
-            self._events.append(Failed(sequence_id, error))
+            raise PermissionDenied(f"hold {owner} is kept for another reader than {reader}")
 
     def _take_output(self) -> StepOutput:
         events, self._events = self._events, []

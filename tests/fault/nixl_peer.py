@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 
 import numpy as np
 
+from headrace.errors import TransferFailed
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.slices import Slice
 from kv_transfer.transfer_thread import TransferThread
@@ -26,9 +28,15 @@ async def line() -> str:
     return (await asyncio.to_thread(sys.stdin.readline)).strip()
 
 
-async def read_everything(transfers: TransferThread, peer: str, num_blocks: int) -> None:
-    while True:
-        await transfers.read(peer, range(num_blocks), range(num_blocks)).done
+async def read_everything(
+    transfers: TransferThread, peer: str, num_blocks: int, counts: Counter[str]
+) -> None:
+    while not counts["failed"]:
+        try:
+            await transfers.read(peer, range(num_blocks), range(num_blocks)).done
+        except TransferFailed:
+            counts["failed"] += 1
+        counts["reads"] += 1
 
 
 async def main(name: str, value: str, num_blocks: int, block_bytes: int, read_from: str = "") -> None:
@@ -39,9 +47,10 @@ async def main(name: str, value: str, num_blocks: int, block_bytes: int, read_fr
     print((await transfers.metadata()).hex(), flush=True)
     theirs = Part(bytes.fromhex(await line()), Slice.whole(block_bytes))
     await transfers.connect(read_from or "reader", [theirs], CONNECT_TIMEOUT_S)
-    reading = read_from and asyncio.create_task(read_everything(transfers, read_from, num_blocks))
+    counts: Counter[str] = Counter()
+    reading = read_from and asyncio.create_task(read_everything(transfers, read_from, num_blocks, counts))
     while request := await line():
-        print(request, transfers.counters.reads, transfers.counters.failed, flush=True)
+        print(request, counts["reads"], counts["failed"], flush=True)
     if reading:
         reading.cancel()
     await transfers.close()

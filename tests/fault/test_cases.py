@@ -7,30 +7,13 @@ import threading
 
 import pytest
 
-from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
 from kv_transfer.faulty_transport import Faults
-from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, Worker, fleet_settings, session_with, workers
+from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, Worker, session_with, workers
 from tests.support.tiny_llama import write_tiny_llama
 
 P, D = Role.PREFILL, Role.DECODE
 PROMPT = [3 + (7 * i) % 200 for i in range(5 * STEP_TOKENS + 3)]
-
-
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer() as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def settings(tiny_model_files, redis_url):
-    return fleet_settings(tiny_model_files, redis_url)
-
-
-@pytest.fixture
-def settings_with(tiny_model_files, redis_url):
-    return lambda **changes: fleet_settings(tiny_model_files, redis_url, **changes)
 
 
 class Gate:
@@ -95,7 +78,7 @@ async def test_ab03_the_front_dies_between_the_two_legs(settings):
         d.faults.stall = False
 
 
-async def test_kv01_an_exception_in_the_prefill_workers_forward_pass(settings, settings_with):
+async def test_kv01_an_exception_in_the_prefill_workers_forward_pass(settings):
     """Its request falls back at once; without anybody else to compute it, the error is the answer."""
     async with workers(settings, P, D) as [p, d], session_with(d) as session:
         engine = p.process._core
@@ -161,10 +144,11 @@ async def test_kv07_a_reader_without_room_for_the_prompt_says_so(settings, setti
 
 
 @pytest.mark.parametrize("drain_timeout_s", [10.0, 0.3])
-async def test_hd02_a_prefill_worker_drains_with_kv_that_was_not_pulled(settings_with, drain_timeout_s):
+async def test_hd02_a_prefill_worker_drains_with_kv_that_was_not_pulled(
+    settings, settings_with, drain_timeout_s
+):
     """Given time, the READs end before the worker does; with less, the prompts are computed elsewhere."""
     prompts = [[3 + (7 * i + number) % 200 for i in range(50)] for number in range(5)]
-    settings = settings_with()
     short = settings_with(rpc={"drain_timeout_s": drain_timeout_s})
     async with workers(settings, D) as [d], session_with(d) as session:
         expected = [

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from router.app import Router
-from tests.support.fleet import fleet_settings, session_with, workers
+from tests.support.fleet import session_with, workers
 from tests.support.process_fleet import ProcessWorker
 
 NUM_REQUESTS = 1000
@@ -40,18 +39,10 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer() as server:
-        yield server.url
-
-
 @pytest.fixture
-def settings(tiny_model_files, redis_url):
+def settings(settings_with):
     """What is silent is given up within a second or two, so that a thousand requests see many faults."""
-    return fleet_settings(
-        tiny_model_files,
-        redis_url,
+    return settings_with(
         kv={
             "transport": "nixl",
             "connect_timeout_s": 1.0,
@@ -139,6 +130,20 @@ async def make_trouble(victims: Sequence[ProcessWorker], draw: random.Random, do
     return happened
 
 
+async def phase(stub, expected, victims: Sequence[ProcessWorker], draw: random.Random) -> Clients:
+    """Half of the requests, while the victims are in trouble."""
+    clients, done = Clients(stub, expected, draw.randrange(1 << 30)), asyncio.Event()
+    trouble = asyncio.create_task(make_trouble(victims, draw, done))
+    try:
+        await clients.run(NUM_REQUESTS // 2)
+    finally:
+        done.set()
+        happened = await trouble
+    print(f"seed {SEED}: {dict(clients.outcomes)} while {dict(happened)}")
+    assert happened.total() > 0
+    return clients
+
+
 @pytest.mark.timeout(400)
 async def test_chaos(settings, tmp_path):
     """First the prefill side and the transfers fail, which no client notices; then decode workers too."""
@@ -161,18 +166,10 @@ async def test_chaos(settings, tmp_path):
         async with grpc.aio.insecure_channel(address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             for victims, allowed in ((prefill, {"OK"}), (prefill + decode, {"OK", *DEFINITE})):
-                clients, done = Clients(stub, expected, draw.randrange(1 << 30)), asyncio.Event()
-                trouble = asyncio.create_task(make_trouble(victims, draw, done))
-                try:
-                    await clients.run(NUM_REQUESTS // 2)
-                finally:
-                    done.set()
-                    happened = await trouble
-                print(f"seed {SEED}: {dict(clients.outcomes)} while {dict(happened)}")
+                clients = await phase(stub, expected, victims, draw)
                 assert clients.outcomes.total() == NUM_REQUESTS // 2
                 assert not clients.wrong
                 assert set(clients.outcomes) <= allowed
-                assert happened.total() > 0
         for worker in prefill + decode:
             if not worker.is_alive:
                 await worker.start()

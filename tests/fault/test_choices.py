@@ -8,33 +8,16 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
 from headrace.engine.sequence import NewToken, Sequence
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.sampling_params import SamplingParams
 from router.app import Router
-from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, fleet_settings, session_with, workers
+from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, session_with, workers
 
 P, D = Role.PREFILL, Role.DECODE
 PROMPT = [3 + (7 * i) % 200 for i in range(5 * STEP_TOKENS + 3)]
 SAMPLED = {"temperature": 1.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer() as server:
-        yield server.url
-
-
-@pytest.fixture
-def settings_with(tiny_model_files, redis_url):
-    return lambda **changes: fleet_settings(tiny_model_files, redis_url, **changes)
-
-
-@pytest.fixture
-def settings(settings_with):
-    return settings_with()
 
 
 @pytest.fixture

@@ -6,28 +6,11 @@ import asyncio
 
 import pytest
 
-from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
-from tests.support.fleet import BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS, fleet_settings, session_with, workers
+from tests.support.fleet import BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS, session_with, workers
 
 P, D = Role.PREFILL, Role.DECODE
 PROMPT = [3 + (7 * i) % 200 for i in range(5 * STEP_TOKENS + 3)]
-
-
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer() as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def settings(tiny_model_files, redis_url):
-    return fleet_settings(tiny_model_files, redis_url)
-
-
-@pytest.fixture
-def settings_with(tiny_model_files, redis_url):
-    return lambda **changes: fleet_settings(tiny_model_files, redis_url, **changes)
 
 
 @pytest.fixture(scope="module")

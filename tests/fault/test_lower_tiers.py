@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.cluster.redis_server import RedisServer
 from headrace.config import DirectorySettings
 from headrace.directory.records import Role
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.tier import Tier
-from tests.support.fleet import BLOCK_SIZE, fleet_settings, session_with, workers
+from tests.support.fleet import BLOCK_SIZE, session_with, workers
 
 P, D = Role.PREFILL, Role.DECODE
 PROMPTS = [[3 + (step * i) % 200 for i in range(83)] for step in (7, 11, 13)]
@@ -18,14 +17,8 @@ HASHED_TOKENS = 80  # of a prompt: its full blocks, the last token left out
 NUM_BLOCKS = 26
 
 
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer() as server:
-        yield server.url
-
-
 @pytest.fixture
-def settings_with(tiny_model_files, redis_url):
+def settings_of(tiny_model_files, settings_with):
     def make(host_blocks: int, disk_cache_dir: str = "", num_blocks: int = NUM_BLOCKS):
         config = tiny_model_files.config
         block_bytes = config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim * 4
@@ -34,22 +27,20 @@ def settings_with(tiny_model_files, redis_url):
             "host_memory_bytes": host_blocks * block_bytes,
             "disk_cache_dir": disk_cache_dir,
         }
-        return fleet_settings(tiny_model_files, redis_url, engine=engine)
+        return settings_with(engine=engine)
 
     return make
 
 
 @pytest.fixture
-async def expected(settings_with):
-    async with workers(settings_with(0, num_blocks=200), D) as [d], session_with(d) as session:
+async def expected(settings_of):
+    async with workers(settings_of(0, num_blocks=200), D) as [d], session_with(d) as session:
         return [(await session.answer(prompt)).token_ids for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(("host_blocks", "on_disk"), [(100, False), (10, True), (0, True)])
-async def test_hand_offs_with_prefixes_that_come_back(
-    settings_with, expected, tmp_path, host_blocks, on_disk
-):
-    settings = settings_with(host_blocks, str(tmp_path) if on_disk else "")
+async def test_hand_offs_with_prefixes_that_come_back(settings_of, expected, tmp_path, host_blocks, on_disk):
+    settings = settings_of(host_blocks, str(tmp_path) if on_disk else "")
     cached: list[int] = []
     async with workers(settings, P, D) as [p, d], session_with(d) as session:
         for turn in TURNS:
@@ -61,9 +52,9 @@ async def test_hand_offs_with_prefixes_that_come_back(
 
 
 async def test_a_restarted_worker_finds_its_files_and_publishes_them(
-    settings_with, expected, tmp_path, redis_url
+    settings_of, expected, tmp_path, redis_url
 ):
-    settings = settings_with(0, str(tmp_path))
+    settings = settings_of(0, str(tmp_path))
     async with workers(settings, D) as [d], session_with(d) as session:
         for prompt in PROMPTS:
             await session.answer(prompt)

@@ -7,12 +7,11 @@ import json
 
 import pytest
 
-from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
 from headrace.engine import structured
 from headrace.errors import InternalError
 from headrace.grammar import Grammar, GrammarKind
-from tests.support.fleet import STEP_TOKENS, fleet_settings, session_with, workers
+from tests.support.fleet import STEP_TOKENS, session_with, workers
 
 P, D = Role.PREFILL, Role.DECODE
 PROMPT = [3 + (7 * i) % 200 for i in range(2 * STEP_TOKENS + 3)]
@@ -34,12 +33,6 @@ BAD = {
         "\n".join(["start: R0", *(f"R{i}: R{i + 1} R{i + 1}" for i in range(40)), 'R40: "a"']),
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def settings(tiny_model_files):
-    with RedisServer() as server:
-        yield fleet_settings(tiny_model_files, server.url)
 
 
 def text(answer) -> str:

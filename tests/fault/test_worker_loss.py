@@ -8,25 +8,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from headrace.cluster.redis_server import RedisServer
-from tests.support.fleet import fleet_settings, session_with
+from tests.support.fleet import session_with
 from tests.support.process_fleet import ProcessWorker
 
 PROMPT = [3 + (7 * i) % 200 for i in range(83)]
 
 
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer() as server:
-        yield server.url
-
-
 @pytest.fixture
-def settings(tiny_model_files, redis_url):
+def settings(settings_with):
     """A cluster of its own; a silent peer is noticed within two seconds."""
-    return fleet_settings(
-        tiny_model_files,
-        redis_url,
+    return settings_with(
         kv={
             "transport": "nixl",
             "connect_timeout_s": 1.5,

@@ -25,6 +25,7 @@ from headrace.sampling_params import SamplingParams
 from kv_transfer.faulty_transport import Faults, FaultyTransport
 from kv_transfer.registry import create_transport
 from kv_transfer.transport import BlockRegion, Transport
+from tests.support.audit import until_idle
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -41,7 +42,7 @@ def fleet_settings(files: ModelFiles, directory_url: str, **changes: dict[str, o
             "max_step_tokens": STEP_TOKENS,
             "num_threads": 1,
         },
-        "kv": {"transport": "local", "lease_ttl_s": 2.0, "min_remote_tokens": 1, "checksum": True},
+        "kv": {"transport": "local", "lease_ttl_s": 2.0, "min_remote_tokens": 1, "checksum": 1.0},
         "directory": {"url": directory_url},
         "rpc": {"drain_timeout_s": 5.0},
     }
@@ -50,14 +51,14 @@ def fleet_settings(files: ModelFiles, directory_url: str, **changes: dict[str, o
     return Settings.model_validate(sections)
 
 
-class Worker:
-    """One worker with its faults and a session of ours."""
+class ServingWorker:
+    """A worker that can be asked; `incarnation` is of its life now."""
 
-    def __init__(self, settings: Settings, role: Role, worker_id: str) -> None:
+    idle_timeout_s = 15.0  # a few leases
+
+    def __init__(self, worker_id: str, address: str = "") -> None:
         self.worker_id = worker_id
-        self.faults = Faults()
-        self.process = WorkerProcess(settings, role, worker_id, make_transport=self._transport)
-        self.address = ""
+        self.address = address
         self.incarnation = ""
 
     @property
@@ -66,13 +67,25 @@ class Worker:
             worker_id=self.worker_id, address=self.address, incarnation=self.incarnation
         )
 
+    async def status(self) -> worker_pb2.StatusResponse:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            return await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
+
+    async def assert_idle(self) -> None:
+        await until_idle(self.worker_id, self.status, self.idle_timeout_s)
+
+
+class Worker(ServingWorker):
+    """One worker in this event loop, with its faults."""
+
+    def __init__(self, settings: Settings, role: Role, worker_id: str) -> None:
+        super().__init__(worker_id)
+        self.faults = Faults()
+        self.process = WorkerProcess(settings, role, worker_id, make_transport=self._transport)
+
     async def start(self) -> None:
         self.address = await self.process.start()
         self.incarnation = (await self.status()).incarnation
-
-    async def status(self) -> worker_pb2.StatusResponse:
-        async with grpc.aio.insecure_channel(self.address) as channel:
-            return await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
 
     async def metrics(self) -> dict[str, float]:
         """Samples by name with labels, as Prometheus would get them: `name_total{reason="timeout"}`."""
@@ -86,27 +99,12 @@ class Worker:
             for sample in family.samples
         }
 
-    async def assert_idle(self) -> None:
-        """After at most a few leases: free + cached = total, nothing held, nothing running."""
-        try:
-            async with asyncio.timeout(15):
-                while not _is_idle(status := await self.status()):
-                    assert not status.blocks.problems
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise AssertionError(f"{self.worker_id} does not get idle: {status}") from None
-
     def _transport(self, name: str, incarnation: str, regions: Sequence[BlockRegion]) -> Transport:
         return FaultyTransport(create_transport(name, incarnation, regions), self.faults)
 
 
 def _shown(labels: dict[str, str]) -> str:
     return "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}" if labels else ""
-
-
-def _is_idle(status: worker_pb2.StatusResponse) -> bool:
-    blocks = status.blocks
-    return not (status.running or status.waiting) and blocks.free + blocks.cached == blocks.total
 
 
 class Answer:

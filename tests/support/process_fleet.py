@@ -17,22 +17,19 @@ from pathlib import Path
 import grpc
 
 from headrace.config import Settings
-from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.processes import STOP_TIMEOUT_S, free_port
-
-START_TIMEOUT_S = 90.0
-_IDLE_TIMEOUT_S = 60.0
+from tests.support.fleet import ServingWorker
+from tests.support.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, free_port
 
 
-class ProcessWorker:
-    """One worker id; `incarnation` is of its life now."""
+class ProcessWorker(ServingWorker):
+    """One worker id, over several lives of its process."""
+
+    idle_timeout_s = 60.0
 
     def __init__(self, settings: Settings, role: str, worker_id: str, folder: Path, **faults) -> None:
-        self.worker_id = worker_id
-        self.port = free_port()
-        self.address = f"127.0.0.1:{self.port}"
-        self.incarnation = ""
-        rpc = settings.rpc.model_copy(update={"port": self.port})
+        port = free_port()
+        super().__init__(worker_id, f"127.0.0.1:{port}")
+        rpc = settings.rpc.model_copy(update={"port": port})
         self._arguments = [
             role,
             worker_id,
@@ -41,12 +38,6 @@ class ProcessWorker:
         ]
         self._log = folder / f"{worker_id}.log"
         self._popen: subprocess.Popen[bytes] | None = None
-
-    @property
-    def ref(self) -> worker_pb2.PeerRef:
-        return worker_pb2.PeerRef(
-            worker_id=self.worker_id, address=self.address, incarnation=self.incarnation
-        )
 
     @property
     def is_alive(self) -> bool:
@@ -70,10 +61,6 @@ class ProcessWorker:
                     return
                 await asyncio.sleep(0.1)
 
-    async def status(self) -> worker_pb2.StatusResponse:
-        async with grpc.aio.insecure_channel(self.address) as channel:
-            return await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
-
     def kill(self) -> None:
         self._send(signal.SIGKILL)
         if self._popen is not None:
@@ -94,25 +81,6 @@ class ProcessWorker:
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(STOP_TIMEOUT_S)
         self.kill()
-
-    async def assert_idle(self) -> None:
-        """After at most a few leases: free + cached = total, nothing held, nothing running."""
-        status: object = "never answered"
-        try:
-            async with asyncio.timeout(_IDLE_TIMEOUT_S):
-                while True:
-                    with suppress(grpc.aio.AioRpcError):
-                        status = await self.status()
-                        assert not status.blocks.problems, status
-                        blocks = status.blocks
-                        if (
-                            not (status.running or status.waiting)
-                            and blocks.free + blocks.cached == blocks.total
-                        ):
-                            return
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            raise AssertionError(f"{self.worker_id} does not get idle: {status}") from None
 
     def _send(self, signum: signal.Signals) -> None:
         if self.is_alive:

@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support.audit import is_idle
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 START_TIMEOUT_S = 90.0
@@ -113,15 +114,12 @@ def worker_status(address: str) -> worker_pb2.StatusResponse:
 
 def assert_idle(*addresses: str) -> None:
     """After idling: free + cached = total on every worker, nothing held, nothing running."""
-
-    def idle(address: str) -> bool:
-        status = worker_status(address)
-        blocks = status.blocks
-        assert not blocks.problems
-        return not (status.running or status.waiting) and blocks.free + blocks.cached == blocks.total
-
     for address in addresses:
-        eventually(lambda address=address: idle(address), f"idle: {worker_status(address)}", timeout_s=30)
+        eventually(
+            lambda address=address: is_idle(worker_status(address)),
+            f"idle: {worker_status(address)}",
+            timeout_s=30,
+        )
 
 
 def children_of(pid: int) -> list[psutil.Process]:

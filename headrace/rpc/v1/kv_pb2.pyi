@@ -225,9 +225,7 @@ class NamedBlock(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., parent_digest: _Optional[bytes] = ...) -> None: ...
 
 class OfferResponse(_message.Message):
-    __slots__ = ("num_present", "num_fetched")
+    __slots__ = ("num_present",)
     NUM_PRESENT_FIELD_NUMBER: _ClassVar[int]
-    NUM_FETCHED_FIELD_NUMBER: _ClassVar[int]
     num_present: int
-    num_fetched: int
-    def __init__(self, num_present: _Optional[int] = ..., num_fetched: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_present: _Optional[int] = ...) -> None: ...

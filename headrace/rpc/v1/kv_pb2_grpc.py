@@ -81,8 +81,8 @@ class KvExchangeServicer:
 
     def Prefill(self, request, context):
         """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token of
-        each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the computation; the blocks stay held until Release or expiry,
-        since a READ may still be under way.
+        each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the
+        computation; the blocks stay held until Release or expiry, since a READ may still be under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

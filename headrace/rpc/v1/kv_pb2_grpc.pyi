@@ -22,8 +22,8 @@ class KvExchangeStub:
     """
     Prefill: _aio.UnaryStreamMultiCallable[_kv_pb2.PrefillRequest, _kv_pb2.PrefillEvent]
     """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token of
-    each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the computation; the blocks stay held until Release or expiry,
-    since a READ may still be under way.
+    each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the
+    computation; the blocks stay held until Release or expiry, since a READ may still be under way.
     """
     Lease: _aio.UnaryUnaryMultiCallable[_kv_pb2.LeaseRequest, _kv_pb2.LeaseResponse]
     """Hold cached blocks by name, for a reader that lacks them: the leading ones of those asked for that are here."""
@@ -58,8 +58,8 @@ class KvExchangeServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_kv_pb2.PrefillRequest, _abc.AsyncIterator[_kv_pb2.PrefillEvent]],
     ) -> _abc.AsyncIterator[_kv_pb2.PrefillEvent]:
         """Compute a prompt and hold its blocks under a lease. Blocks are announced as chunks complete; the first token of
-        each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the computation; the blocks stay held until Release or expiry,
-        since a READ may still be under way.
+        each of sampling.n choices comes the moment it is sampled, all in one step. Ending the stream stops the
+        computation; the blocks stay held until Release or expiry, since a READ may still be under way.
         """
 
     @_abc_1.abstractmethod

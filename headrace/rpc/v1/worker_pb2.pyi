@@ -159,7 +159,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "model", "running", "waiting", "blocks", "steps", "prefill_tokens", "output_tokens", "cached_tokens", "transferred_bytes", "transfer_s", "draining", "holds", "peers", "metrics_address")
+    __slots__ = ("worker_id", "role", "incarnation", "model", "running", "waiting", "blocks", "steps", "prefill_tokens", "output_tokens", "cached_tokens", "draining", "holds", "peers", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -171,8 +171,6 @@ class StatusResponse(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -188,13 +186,11 @@ class StatusResponse(_message.Message):
     prefill_tokens: int
     output_tokens: int
     cached_tokens: int
-    transferred_bytes: int
-    transfer_s: float
     draining: bool
     holds: _containers.RepeatedCompositeFieldContainer[Hold]
     peers: _containers.RepeatedCompositeFieldContainer[PeerStatus]
     metrics_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[_Union[BlockAccount, _Mapping]] = ..., steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., draining: _Optional[bool] = ..., holds: _Optional[_Iterable[_Union[Hold, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[_Union[BlockAccount, _Mapping]] = ..., steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., holds: _Optional[_Iterable[_Union[Hold, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class Hold(_message.Message):
     __slots__ = ("owner", "reason", "reader", "num_blocks", "remaining_s")

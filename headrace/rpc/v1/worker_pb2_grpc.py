@@ -61,7 +61,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Load and block accounting, for operators and tests.
+        """Load, blocks, holds and links to other workers, for operators and tests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -22,7 +22,7 @@ class WorkerStub:
     worker cancels what it ran for it.
     """
     Status: _aio.UnaryUnaryMultiCallable[_worker_pb2.StatusRequest, _worker_pb2.StatusResponse]
-    """Load and block accounting, for operators and tests."""
+    """Load, blocks, holds and links to other workers, for operators and tests."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """What a worker offers to routers."""
@@ -44,6 +44,6 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.StatusRequest,
         context: _aio.ServicerContext[_worker_pb2.StatusRequest, _abc.Awaitable[_worker_pb2.StatusResponse]],
     ) -> _abc.Awaitable[_worker_pb2.StatusResponse]:
-        """Load and block accounting, for operators and tests."""
+        """Load, blocks, holds and links to other workers, for operators and tests."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

@@ -19,7 +19,6 @@ from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from kv_transfer.carrier import Host, RdmaDevice
 from kv_transfer.faulty_transport import Faults, FaultyTransport
 from kv_transfer.layout import KvLayout
-from kv_transfer.links import FailureReason
 from kv_transfer.local_transport import LocalFabric, LocalTransport
 from kv_transfer.peers import Peers
 from kv_transfer.transfer_thread import TransferThread
@@ -94,11 +93,7 @@ async def test_a_handshake_measures_the_way_and_touches_scratch_only():
         assert peer.probe.latency_s > 0
         assert peer.probe.bytes_per_s == pytest.approx(LAYOUT.block_bytes / peer.probe.latency_s)
         assert [row[0] for row in reader.blocks] == [1] * NUM_BLOCKS + [5]
-        link = reader.transfers.links["owner"]
-        assert (link.reads, link.bytes, reader.transfers.counters.reads) == (0, 0, 0)
-        assert link.rate.bytes_per_s is not None
-        await reader.transfers.read("owner", [0, 1], [0, 1]).done
-        assert (link.reads, link.bytes, link.descriptors) == (1, 2 * LAYOUT.block_bytes, 2)
+        assert reader.transfers.bytes_per_s("owner") > 0
 
 
 async def test_a_peer_that_stalls_in_the_probe_fails_the_handshake_and_can_be_tried_again():
@@ -110,7 +105,6 @@ async def test_a_peer_that_stalls_in_the_probe_fails_the_handshake_and_can_be_tr
         with pytest.raises(TransferFailed, match="not connected"):
             await reader.transfers.read("owner", [0], [0]).done
         assert (reader.blocks[-1] == 1).all()
-        assert reader.transfers.links["owner"].failures[FailureReason.DISCONNECTED] == 1
         await reader.peers.connect(owner.ref)
 
 
@@ -119,7 +113,6 @@ async def test_a_probe_that_fails_fails_the_handshake():
         reader.faults.fail_next = 1
         with pytest.raises(TransferFailed, match="injected"):
             await reader.peers.connect(owner.ref)
-        assert reader.transfers.links["owner"].failures == {FailureReason.POST: 1}
         await reader.peers.connect(owner.ref)
 
 
@@ -129,8 +122,7 @@ async def test_unsupported_pairings_are_refused_naming_the_field(theirs):
         field = "tp_size" if theirs.tp_size == 8 else "dtype"
         with pytest.raises((LayoutMismatch, PeerError), match=f"KV layout mismatch in {field}"):
             await reader.peers.connect(owner.ref)
-        assert not reader.transfers.links
-        assert not owner.transfers.links
+        assert not (reader.transfers._peers or owner.transfers._peers)
 
 
 async def test_a_peer_that_lacks_the_metadata_of_a_rank_is_refused():
@@ -166,8 +158,7 @@ async def test_where_rdma_is_required_a_peer_without_is_refused(theirs, refused)
             return
         with pytest.raises((LayoutMismatch, PeerError), match=r"rdma_devices.*kv\.require_rdma"):
             await reader.peers.connect(owner.ref)
-        assert not reader.transfers.links
-        assert not owner.transfers.links
+        assert not (reader.transfers._peers or owner.transfers._peers)
 
 
 async def test_without_the_requirement_tcp_will_do():

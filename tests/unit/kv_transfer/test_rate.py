@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.links import Rate
+from kv_transfer.rate import Rate
 
 MIB = 1 << 20
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 def test_there_is_no_rate_before_the_first_read():
     rate = Rate()
     rate.add(0, 1.0)
-    assert rate.bytes_per_s is None
+    assert rate.bytes_per_s == 0
 
 
 def test_the_first_read_is_the_rate_however_small():
@@ -34,7 +34,7 @@ def test_what_is_64_mib_ago_counts_half():
     assert rate.bytes_per_s == pytest.approx((32 + 64) * MIB / (1.5 + 1.0))
 
 
-def test_an_old_link_is_forgotten():
+def test_what_is_long_ago_is_forgotten():
     rate = Rate()
     for bytes_per_s in [1e6] * 20 + [1e9] * 20:
         rate.add(64 * MIB, 64 * MIB / bytes_per_s)
