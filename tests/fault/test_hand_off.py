@@ -242,11 +242,16 @@ async def test_kv04_a_prefill_worker_that_restarts_under_its_name(settings, refe
 
 
 async def test_id01_the_same_request_id_twice(settings):
-    async with workers(settings, D) as [d], session_with(d) as first, session_with(d) as second:
-        # Ids are unique within a session's lifetime; two routers never share one.
-        a = await first.start(PROMPT, request_id="same", max_tokens=50)
-        b = await second.answer(PROMPT[::-1], request_id="other", max_tokens=5)
-        assert len(b.token_ids) == 5
+    """Routers make ids that are unique; where two are not, the later request is refused and the earlier one goes on."""
+    async with workers(settings, P, D) as [p, d], session_with(d) as first, session_with(d) as second:
+        d.faults.stall = True
+        a = await first.start(PROMPT, prefill=[p], request_id="same", max_tokens=50)
+        async with asyncio.timeout(20):
+            await a.started.wait()
+        b = await second.answer(PROMPT[::-1], request_id="same", max_tokens=5)
+        assert b.end.error_code == "ALREADY_EXISTS"
+        assert not b.token_ids
+        d.faults.stall = False
         async with asyncio.timeout(20):
             await a.ended.wait()
         assert len(a.token_ids) == 50
