@@ -10,6 +10,7 @@ import pytest
 
 from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
+from headrace.errors import TransferFailed
 from headrace.rpc.v1 import kv_pb2, worker_pb2
 from tests.support.fleet import STEP_TOKENS, fleet_settings, session_with, workers
 
@@ -156,6 +157,43 @@ async def test_first_tokens_of_choices_that_nobody_asked_for(settings, expected,
             range(num_choices), expected
         )
         assert answer.end.failed_attempts == 1
+
+
+async def test_a_transport_that_hangs_gives_the_blocks_back_when_it_goes_on(settings_with, monkeypatch):
+    """The command that tears the peer down times out; the blocks under the READ wait for as long as it takes."""
+    monkeypatch.setattr("kv_transfer.transfer_thread._COMMAND_TIMEOUT_S", 0.2)
+    settings = settings_with(kv={"lease_ttl_s": 0.5, "transfer_timeout_s": 0.2})
+    async with workers(settings, P, D) as [p, d], session_with(d) as session:
+        gate = threading.Event()
+        transport = d.process._transfers._transport
+        disconnect = transport.disconnect
+        timed_out = asyncio.Event()
+        tear_down = d.process._transfers.disconnect
+
+        async def noted(peer):
+            try:
+                await tear_down(peer)
+            except TransferFailed:
+                timed_out.set()
+                raise
+
+        d.process._transfers.disconnect = noted
+
+        def hang(peer):
+            assert gate.wait(30)
+            disconnect(peer)
+
+        transport.disconnect = hang
+        d.faults.stall = True
+        try:
+            answer = await session.answer(PROMPT, prefill=[p])
+            assert answer.end.failed_attempts == 1
+            async with asyncio.timeout(10):
+                await timed_out.wait()
+            assert (await d.status()).blocks.quarantined
+        finally:
+            gate.set()
+            d.faults.stall = False
 
 
 def _prefill(worker, lease_id, timeout_s=20.0):
