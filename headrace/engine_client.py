@@ -13,7 +13,7 @@ from typing import TypeVar
 from headrace.engine.engine import Engine
 from headrace.engine.engine_thread import EngineThread
 from headrace.engine.sequence import Constraint, Event, Sequence, StepOutput
-from headrace.errors import InvalidRequest
+from headrace.errors import AlreadyExists, InvalidRequest
 from headrace.grammar import Grammar
 from headrace.model_config import ModelConfig
 from headrace.sampling_params import check_token_ids, validate
@@ -64,7 +64,12 @@ class EngineClient:
 
     @contextmanager
     def subscribed(self, sequence_id: str, on_event: Callable[[Event], None]) -> Generator[None]:
-        """Within the block, `on_event` gets the sequence's events. Subscribe before the sequence is submitted."""
+        """Within the block, `on_event` gets the sequence's events. Subscribe before the sequence is submitted.
+
+        Raises AlreadyExists where somebody else gets them.
+        """
+        if sequence_id in self._subscribers:
+            raise AlreadyExists(f"sequence {sequence_id} is running or waiting")
         self._subscribers[sequence_id] = on_event
         try:
             yield

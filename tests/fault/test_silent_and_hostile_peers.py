@@ -6,12 +6,13 @@ import asyncio
 import socket
 import threading
 
+import grpc
 import pytest
 
 from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
 from headrace.errors import TransferFailed
-from headrace.rpc.v1 import kv_pb2, worker_pb2
+from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from tests.support.fleet import STEP_TOKENS, fleet_settings, session_with, workers
 
 P, D = Role.PREFILL, Role.DECODE
@@ -133,6 +134,47 @@ async def test_kv04_an_old_name_of_a_live_peer_disturbs_none_of_its_reads(settin
             await under_way.ended.wait()
         assert under_way.token_ids == expected
         assert under_way.end.failed_attempts == 0
+
+
+async def test_a_lease_id_that_is_in_use_harms_nobody(settings, expected):
+    """Whoever comes second is refused; the prompt and the blocks of the first go on as they were."""
+    async with workers(settings, P) as [p], grpc.aio.insecure_channel(p.address) as channel:
+        stub = kv_pb2_grpc.KvExchangeStub(channel)
+        core = p.process._core
+        core._runner = hanging = _Gated(core._runner)
+        try:
+            first = stub.Prefill(_prefill(p, "one"), timeout=20)
+            assert (await first.read()).HasField("started")
+            second = stub.Prefill(_prefill(p, "one"), timeout=20)
+            hanging.gate.set()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await second.read()
+            assert refused.value.code() == grpc.StatusCode.ALREADY_EXISTS
+        finally:
+            hanging.gate.set()
+        while (event := await first.read()) is not grpc.aio.EOF:
+            last = event
+        assert last.first_token.token_id == expected[0]
+        release = kv_pb2.ReleaseRequest(lease_id="one", incarnation=p.incarnation, reader="me")
+        await stub.Release(release, timeout=5)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0])
+async def test_ha01_times_that_are_none_are_refused(settings, timeout_s):
+    async with workers(settings, P, D) as [p, d], grpc.aio.insecure_channel(p.address) as channel:
+        stub = kv_pb2_grpc.KvExchangeStub(channel)
+        offer = kv_pb2.OfferRequest(owner=d.ref, expected_incarnation=p.incarnation, timeout_s=timeout_s)
+        offer.blocks.add(digest=bytes(16), parent_digest=bytes(16))
+        calls = (stub.Prefill(_prefill(p, "one", timeout_s=timeout_s)).read(), stub.Offer(offer))
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "timeout_s" in refused.value.details()
+        async with session_with(d) as session:
+            answer = await session.answer(PROMPT, timeout_s=timeout_s)
+            assert answer.end.error_code == "INVALID_ARGUMENT"
+            assert "timeout_s" in answer.end.error_message
 
 
 @pytest.mark.parametrize("choices", [[7], [0, 0]])
