@@ -14,7 +14,9 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import grpc
 import structlog
 
 from decode_worker.session import HandOffReport
@@ -83,7 +85,7 @@ class HandOff:
         """
         sequence = self._task.sequence
         peers = self._context.reads.peers
-        peer = await peers.connect(self._ref)
+        peer = await peers.connect(self._ref, budget_s(self._task.deadline, self._kv.connect_timeout_s))
         reads = LeasedReads(self._context.reads, peer, uuid.uuid4().hex)
         adopted = False
         try:
@@ -140,28 +142,45 @@ class HandOff:
         """Read the prefill worker's stream to the first token of each choice."""
         peer = reads.peer
         self._asked = True
-        num_missing = len(self._task.sequence.choices)
+        missing = set(self._task.sequence.choices)
         call = peer.stub.Prefill(self._request(reads), timeout=self._task.deadline.remaining_s())
         try:
-            with errors_of(peer.worker_id):
-                async for event in call:
-                    kind = event.WhichOneof("event")
-                    if kind == "started":
-                        self.report.cached_tokens = event.started.cached_tokens
-                        self._started.set()
-                    elif kind == "blocks_ready":
-                        self._note(event.blocks_ready)
-                    elif kind == "first_token":
-                        on_first_token(event.first_token)
-                        num_missing -= 1
-                        if not num_missing:
-                            return
-        except HeadraceError:
-            self._context.reads.metrics.failures.labels(Failure.REFUSED).inc()
-            raise
+            while (event := await self._next_event(reads, call)) is not grpc.aio.EOF:
+                kind = event.WhichOneof("event")
+                if kind == "started":
+                    self.report.cached_tokens = event.started.cached_tokens
+                    self._started.set()
+                elif kind == "blocks_ready":
+                    self._note(reads, event.blocks_ready)
+                elif kind == "first_token":
+                    choice = event.first_token.choice
+                    if choice not in missing:
+                        raise reads.failed(Failure.REFUSED, f"{peer.worker_id} sent choice {choice} unasked")
+                    missing.remove(choice)
+                    on_first_token(event.first_token)
+                    if not missing:
+                        return
         finally:
             call.cancel()
         raise reads.failed(Failure.REFUSED, f"{peer.worker_id} ended its stream without a first token")
+
+    async def _next_event(self, reads: LeasedReads, call: Any) -> Any:
+        """Of the stream. A prompt may queue for as long as there is time for another way; once it has started, silence
+        is a fault. So that is, of a worker whose engine hangs, the one thing that shows.
+        """
+        limit_s = self._kv.progress_timeout_s if self._started.is_set() else float("inf")
+        timeout_s = budget_s(self._task.deadline, limit_s)
+        try:
+            with errors_of(reads.peer.worker_id):
+                async with asyncio.timeout(timeout_s):
+                    return await call.read()
+        except TimeoutError:
+            raise reads.failed(
+                Failure.NO_PROGRESS, f"{reads.peer.worker_id} said nothing for {timeout_s:g} s"
+            ) from None
+        except HeadraceError:
+            self._context.reads.metrics.failures.labels(Failure.REFUSED).inc()
+            raise
 
     async def _pull(self, reads: LeasedReads) -> None:
         """Reserve blocks once the prefill has started, then read every announced block that is missing here."""
@@ -239,12 +258,13 @@ class HandOff:
             sources=self._task.sources,
         )
 
-    def _note(self, ready: kv_pb2.BlocksReady) -> None:
-        for index, block in enumerate(described(ready), start=ready.first_index):
-            if self._announced.setdefault(index, block) != block:
-                raise TransferFailed(
-                    f"{self._ref.worker_id} announced prompt block {index} twice, differently"
-                )
+    def _note(self, reads: LeasedReads, ready: kv_pb2.BlocksReady) -> None:
+        try:
+            for index, block in enumerate(described(ready), start=ready.first_index):
+                if self._announced.setdefault(index, block) != block:
+                    raise TransferFailed(f"it announced prompt block {index} twice, differently")
+        except TransferFailed as error:
+            raise reads.failed(Failure.REFUSED, f"{self._ref.worker_id}: {error}") from None
         self._news.set()
 
 

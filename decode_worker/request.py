@@ -43,7 +43,6 @@ class Request:
         self._over: set[int] = set()  # choices
         self._sequence_ids: list[str] = []  # of the attempt under way
         self._root = context.root_digest(start.cache_salt)
-        self._deadline = Deadline.after(start.timeout_s, context.reads.clock)
         self._report = HandOffReport()
         self._num_failed_attempts = 0
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -52,6 +51,7 @@ class Request:
         """Deliver the answers to the session, and the request's end whatever happens."""
         end = End(error_code=Code.INTERNAL, error_message="unexpected error, see the worker's log")
         try:
+            self._deadline = Deadline.after(self._start.timeout_s, self._context.reads.clock)
             async with asyncio.timeout(self._start.timeout_s):
                 self._sampling = sampling_from_proto(self._start.sampling)
                 await self._answer()

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from headrace.errors import InvalidRequest
+
 
 class Clock(Protocol):
     def now(self) -> float:
@@ -40,6 +42,9 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, clock: Clock) -> Deadline:
+        """Raises InvalidRequest for what is not a time: with NaN among them, timers no longer fire in order."""
+        if not 0 <= seconds < float("inf"):
+            raise InvalidRequest("timeout_s", seconds, "must be a finite number of seconds, 0 or more")
         return cls(clock, clock.now() + seconds)
 
     def remaining_s(self) -> float:

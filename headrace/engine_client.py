@@ -64,11 +64,12 @@ class EngineClient:
 
     @contextmanager
     def subscribed(self, sequence_id: str, on_event: Callable[[Event], None]) -> Generator[None]:
-        """Within the block, `on_event` gets the sequence's events. Subscribe before the sequence is submitted. Raises
-        AlreadyExists where somebody else has: nothing of the one's may end the other's.
+        """Within the block, `on_event` gets the sequence's events. Subscribe before the sequence is submitted.
+
+        Raises AlreadyExists where somebody else gets them.
         """
         if sequence_id in self._subscribers:
-            raise AlreadyExists(f"sequence {sequence_id} is running")
+            raise AlreadyExists(f"sequence {sequence_id} is running or waiting")
         self._subscribers[sequence_id] = on_event
         try:
             yield

@@ -144,15 +144,21 @@ class LeasedReads:
     async def settle(self) -> None:
         """Returns when no READ can write into our blocks any more.
 
-        One that is still under way when the owner's hold has ended anyway is ended with its connection.
+        One that is still under way when the owner's hold has ended anyway is ended with its connection, for as long as
+        it takes: a transport that hangs may go on later.
         """
-        try:
-            async with asyncio.timeout(self._context.kv.lease_ttl_s):
-                for transfer in self._transfers:
-                    await transfer.settled()
-        except TimeoutError:
-            log.warning("READ does not end, dropping the peer", peer=self.peer.worker_id)
-            await self._context.peers.drop(self.peer.incarnation)
+        while True:
+            try:
+                async with asyncio.timeout(self._context.kv.lease_ttl_s):
+                    for transfer in self._transfers:
+                        await transfer.settled()
+                return
+            except TimeoutError:
+                log.warning("READ does not end, dropping the peer", peer=self.peer.worker_id)
+            try:
+                await self._context.peers.drop(self.peer.incarnation)
+            except HeadraceError as error:
+                log.error("peer not dropped", peer=self.peer.worker_id, error=str(error))
 
     async def release(self) -> bool:
         """Let the owner's blocks go; once is enough. False if it says that a block was recycled while we read it.

@@ -62,8 +62,9 @@ class Peers:
         self._incarnations: dict[str, str] = {}  # worker id to the incarnation last seen
         self._refusals: dict[str, LayoutMismatch] = {}  # by worker id
 
-    async def connect(self, ref: worker_pb2.PeerRef) -> Peer:
-        """The peer in this incarnation, after one handshake that all callers share.
+    async def connect(self, ref: worker_pb2.PeerRef, timeout_s: float | None = None) -> Peer:
+        """The peer in this incarnation, after one handshake that all callers share: who waits for `timeout_s` only,
+        leaves it to the others.
 
         Raises LayoutMismatch (or PeerError naming the field, when the peer noticed it), WorkerGone, TransferFailed.
         """
@@ -72,7 +73,11 @@ class Peers:
             task = asyncio.create_task(self._open(ref), name=f"handshake {ref.worker_id}")
             self._opening[ref.incarnation] = task
             task.add_done_callback(lambda done: self._forget_failed(ref.incarnation, done))
-        return await asyncio.shield(task)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise TransferFailed(f"{ref.worker_id} did not shake hands within {timeout_s:.3g} s") from None
 
     async def accept(self, request: kv_pb2.HandshakeRequest) -> kv_pb2.HandshakeResponse:
         """A reader introduces itself. Raises LayoutMismatch."""
@@ -131,7 +136,6 @@ class Peers:
             await self.drop(incarnation)
 
     async def _open(self, ref: worker_pb2.PeerRef) -> Peer:
-        await self._replace_incarnation(ref.worker_id, ref.incarnation)
         channel = open_channel(ref.address, self._rpc)
         try:
             return await self._shake_hands(ref, channel)
@@ -159,6 +163,8 @@ class Peers:
             wait_for_ready=False,
         )
         parts, carrier = self._compared(ref.worker_id, answer)
+        # Not before the answer: what we were told may be older than the incarnation that we are connected to.
+        await self._replace_incarnation(ref.worker_id, ref.incarnation)
         await self.transfers.connect(ref.incarnation, parts, self._kv.connect_timeout_s)
         probe = await self._probe(ref)
         log.info(

@@ -100,7 +100,7 @@ class PrefixFetcher:
         self, owner: worker_pb2.PeerRef, names: Sequence[NamedBlock], deadline: Deadline
     ) -> Fetched:
         """Bring blocks that their owner wants to leave behind. Raises HeadraceError."""
-        peer = await self._context.peers.connect(owner)
+        peer = await self._context.peers.connect(owner, deadline.remaining_s())
         return await self._import(peer, names, deadline.remaining_s())
 
     async def _from_one_of(
@@ -122,12 +122,12 @@ class PrefixFetcher:
     async def _from(
         self, source: worker_pb2.Source, names: Sequence[NamedBlock], deadline: Deadline
     ) -> Fetched:
-        peer = await self._context.peers.connect(source.worker)
         compute_s = await self._predicted_compute_s(len(names))
+        patience_s = max(_MIN_PATIENCE_S, _PATIENCE * compute_s)
+        peer = await self._context.peers.connect(source.worker, budget_s(deadline, patience_s))
         if compute_s <= self._predicted_fetch_s(peer, len(names)):
             self._decided(PrefixDecision.COMPUTE)
             return Fetched()
-        patience_s = max(_MIN_PATIENCE_S, _PATIENCE * compute_s)
         return await self._import(peer, names, budget_s(deadline, patience_s))
 
     async def _predicted_compute_s(self, num_blocks: int) -> float:

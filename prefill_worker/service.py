@@ -89,16 +89,18 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             await self._fetcher.fetch(request.sources, sequence.root, hashes, deadline)
             self._peers.transfers.serve_for(request.lease_ttl_s)
             with self._engine.subscribed(sequence.id, events.put_nowait):
-                await self._engine.submit(sequence)
-                num_choices = len(sequence.choices)
-                async for message in self._follow(
-                    events, num_choices, deadline, with_checksums=request.checksum
-                ):
-                    yield message
+                try:
+                    await self._engine.submit(sequence)
+                    num_choices = len(sequence.choices)
+                    async for message in self._follow(
+                        events, num_choices, deadline, with_checksums=request.checksum
+                    ):
+                        yield message
+                finally:
+                    # Stops the computation if it still runs; the blocks stay held for reads under way.
+                    self._engine.post(lambda engine: engine.abort(sequence.id))
         finally:
             self._streams -= 1
-            # Stops the computation if it still runs; the blocks stay held for reads under way.
-            self._engine.post(lambda engine: engine.abort(sequence.id))
 
     async def Lease(
         self, request: kv_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -149,11 +151,11 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self._check_incarnation(request.expected_incarnation)
         if self._draining:
             raise Overloaded(f"{self._peers.own.worker_id} is draining")
+        deadline = Deadline.after(request.timeout_s, self._reads.clock)
         offered = [NamedBlock(block.digest, block.parent_digest) for block in request.blocks]
         missing = await self._engine.call(lambda engine: engine.missing(offered))
         num_present = len(offered) - len(missing)
         if missing:
-            deadline = Deadline.after(request.timeout_s, self._reads.clock)
             num_present += (await self._fetcher.adopt(request.owner, missing, deadline)).num_blocks
         return kv_pb2.OfferResponse(num_present=num_present)
 
