@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from headrace.errors import TransferFailed
 from kv_transfer.faulty_transport import Faults, FaultyTransport
 from kv_transfer.registry import create_transport
 from kv_transfer.transport import BlockRegion, Read, Transport
-from tests.support.parts import part, whole
+from tests.support.parts import finish, part, whole
 
 NUM_BLOCKS = 6
 BLOCK_BYTES = 3 * 4096 + 64  # neither a power of two nor a multiple of a page
-DEADLINE_S = 30.0
 
 
 @dataclass
@@ -37,10 +35,7 @@ class End:
         return read.poll()
 
     def finish(self, read: Read, *others: End) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.poll(read, *others):
-            assert time.monotonic() < deadline, "the READ does not end"
-        read.release()
+        finish(read, self.transport, *(other.transport for other in others))
 
 
 @pytest.fixture(params=["local", "nixl", "faulty local", "faulty nixl"])

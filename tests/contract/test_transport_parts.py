@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,10 +11,9 @@ from headrace.errors import TransferFailed
 from kv_transfer.layout import KvLayout
 from kv_transfer.registry import TRANSPORTS, create_transport
 from kv_transfer.slices import pairing
-from kv_transfer.transport import BlockRegion, Part, Read, Transport
-from tests.support.parts import part, whole
+from kv_transfer.transport import BlockRegion, Part, Transport
+from tests.support.parts import finish, part, whole
 
-DEADLINE_S = 30.0
 BLOCK_BYTES = 4096 + 64
 LAYERS, HEADS, BLOCK_SIZE, ROW = 3, 8, 4, 24
 NUM_BLOCKS = 5
@@ -39,15 +37,6 @@ def make(request) -> Iterator:
         transport.close()
 
 
-def finish(read: Read, transports: list[Transport]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not read.poll():
-        assert time.monotonic() < deadline, "the READ does not end"
-        for transport in transports:
-            transport.progress()
-    read.release()
-
-
 def random_blocks(seed: int, num_blocks: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (num_blocks, BLOCK_BYTES), np.uint8)
 
@@ -56,7 +45,7 @@ def test_block_ids_number_through_the_regions_of_a_peer(make):
     mine, pool, arena = np.zeros((6, BLOCK_BYTES), np.uint8), random_blocks(1, 4), random_blocks(2, 3)
     reader, owner = make("reader", [mine]), make("owner", [pool, arena])
     reader.connect("owner", [whole(owner)])
-    finish(reader.read("owner", [6, 0, 4, 3, 5], [0, 1, 2, 3, 5]), [owner])
+    finish(reader.read("owner", [6, 0, 4, 3, 5], [0, 1, 2, 3, 5]), owner)
     assert np.array_equal(mine[[0, 1, 2, 3, 5]], np.stack([arena[2], pool[0], arena[0], pool[3], arena[1]]))
     assert not mine[4].any()
     with pytest.raises(TransferFailed, match="remote block 7 does not exist; there are 7"):
@@ -75,7 +64,7 @@ def test_scratch_is_a_target_and_hidden_from_peers(make):
     mine, source = np.zeros((3, BLOCK_BYTES), np.uint8), random_blocks(2, 3)
     reader, owner = make("reader", [mine], num_scratch=1), make("owner", [source], num_scratch=1)
     reader.connect("owner", [whole(owner)])
-    finish(reader.read("owner", [1], [2]), [owner])
+    finish(reader.read("owner", [1], [2]), owner)
     assert np.array_equal(mine[2], source[1])
     with pytest.raises(TransferFailed, match="remote block 2 does not exist; there are 2"):
         reader.read("owner", [2], [0])
@@ -117,7 +106,7 @@ def test_each_rank_gets_its_heads(make, reader_size, owner_size):
         reader = make(f"reader/{rank}", [mine])
         slices = pairing(layout(reader_size, rank), layout(owner_size))
         reader.connect("owner", [Part(owners[each.owner_rank].metadata(), each) for each in slices])
-        finish(reader.read("owner", remote, local), owners)
+        finish(reader.read("owner", remote, local), *owners)
         assert np.array_equal(mine[local], expected[remote])
         assert not mine[[2, 4]].any()
 

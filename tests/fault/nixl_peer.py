@@ -17,9 +17,9 @@ import numpy as np
 
 from headrace.errors import TransferFailed
 from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.slices import Slice
 from kv_transfer.transfer_thread import TransferThread
-from kv_transfer.transport import BlockRegion, Part
+from kv_transfer.transport import BlockRegion
+from tests.support.parts import part
 
 CONNECT_TIMEOUT_S = 20.0
 
@@ -45,7 +45,7 @@ async def main(name: str, value: str, num_blocks: int, block_bytes: int, read_fr
     transfers = TransferThread(lambda: NixlTransport(name, [region]))
     await transfers.start()
     print((await transfers.metadata()).hex(), flush=True)
-    theirs = Part(bytes.fromhex(await line()), Slice.whole(block_bytes))
+    theirs = part(bytes.fromhex(await line()), block_bytes)
     await transfers.connect(read_from or "reader", [theirs], CONNECT_TIMEOUT_S)
     counts: Counter[str] = Counter()
     reading = read_from and asyncio.create_task(read_everything(transfers, read_from, num_blocks, counts))
