@@ -123,7 +123,7 @@ class Neighbours:
     async def _others(self) -> list[WorkerRecord]:
         """Workers that serve what this one serves. Raises Unavailable."""
         records = await self._directory.workers()
-        self._peers.forget_absent({record.worker_id for record in records})
+        await self._peers.forget_absent({record.worker_id for record in records})
         return [
             record
             for record in records
