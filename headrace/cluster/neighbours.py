@@ -57,6 +57,8 @@ class Neighbours:
                 await self._look_around()
             except Unavailable as error:  # the directory: what is connected stays connected
                 log.debug("neighbours not read", error=str(error))
+            except Exception:  # one round; the next one may find others
+                log.exception("neighbours not connected")
             await asyncio.sleep(interval_s)
 
     async def _look_around(self) -> None:
