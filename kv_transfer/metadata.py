@@ -41,7 +41,7 @@ class Metadata:
                 BlockRegion(int(a), int(n), int(size), str(device)) for a, n, size, device in said["regions"]
             )
             return cls(str(said["transport"]), str(said["name"]), regions, raw[_HEAD.size + length :])
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
             raise ValueError(f"{error!r}") from None
 
 

@@ -27,7 +27,7 @@ from kv_transfer.transport import Part
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Peer:
     """A worker we have shaken hands with; its blocks can be read."""
 
@@ -119,10 +119,17 @@ class Peers:
             for worker_id, refusal in list(self._refusals.items())
         ]
 
-    def forget_absent(self, worker_ids: Set[str]) -> None:
-        """Only these are alive: no more talk of others' refusals."""
+    async def forget_absent(self, worker_ids: Set[str]) -> None:
+        """Only these are alive: nothing is kept of others. Except of those that we are connected to: a directory that
+        lost its data knows nobody for a while.
+        """
         for worker_id in self._refusals.keys() - worker_ids:
             del self._refusals[worker_id]
+        for worker_id in self._incarnations.keys() - worker_ids:
+            incarnation = self._incarnations[worker_id]
+            if not self._is_in_touch(incarnation):
+                del self._incarnations[worker_id]
+                await self.drop(incarnation)
 
     async def drop(self, incarnation: str) -> None:
         """The peer is lost: close its channel, tear its transport down. Every READ from it is over afterwards."""
@@ -235,6 +242,13 @@ class Peers:
         if old is not None and old != incarnation:
             log.info("peer restarted", peer=worker_id, old=old, new=incarnation)
             await self.drop(old)
+
+    def _is_in_touch(self, incarnation: str) -> bool:
+        """Whether the peer answers, or is being asked."""
+        task = self._opening.get(incarnation)
+        if task is None or not _is_open(task):
+            return task is not None
+        return task.result().channel.get_state() == grpc.ChannelConnectivity.READY
 
     def _forget_failed(self, incarnation: str, task: asyncio.Task[Peer]) -> None:
         if task.cancelled() or task.exception() is not None:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import structlog
 
@@ -67,9 +68,8 @@ class PrefixFetcher:
         self._engine = engine
         self._block_bytes = block_bytes
         self._block_size_tokens = block_size_tokens
-        self._call_s: dict[
-            str, float
-        ] = {}  # by incarnation: an owner answers between two steps of its engine
+        # An owner answers between two steps of its engine.
+        self._call_s: WeakKeyDictionary[Peer, float] = WeakKeyDictionary()
         self._under_way: dict[bytes, asyncio.Task[Fetched]] = {}  # by the first block that is missing
 
     async def fetch(
@@ -138,7 +138,7 @@ class PrefixFetcher:
     def _predicted_fetch_s(self, peer: Peer, num_blocks: int) -> float:
         """Two calls and the transfer, as measured with this peer; the calls alone while no transfer was measured."""
         bytes_per_s = self._context.peers.transfers.bytes_per_s(peer.incarnation)
-        calls_s = 2 * self._call_s.get(peer.incarnation, _FIRST_GUESS_S)
+        calls_s = 2 * self._call_s.get(peer, _FIRST_GUESS_S)
         return calls_s + (num_blocks * self._block_bytes / bytes_per_s if bytes_per_s else 0.0)
 
     async def _import(self, peer: Peer, names: Sequence[NamedBlock], timeout_s: float) -> Fetched:
@@ -188,12 +188,12 @@ class PrefixFetcher:
                 timeout=self._context.kv.lease_ttl_s,
             )
         reads.lease.acknowledged(sent_at)
-        self._note_call(reads.peer.incarnation, self._context.clock.now() - sent_at)
+        self._note_call(reads.peer, self._context.clock.now() - sent_at)
         return response
 
-    def _note_call(self, incarnation: str, seconds: float) -> None:
-        known = self._call_s.get(incarnation, seconds)
-        self._call_s[incarnation] = known + _CALL_WEIGHT * (seconds - known)
+    def _note_call(self, peer: Peer, seconds: float) -> None:
+        known = self._call_s.get(peer, seconds)
+        self._call_s[peer] = known + _CALL_WEIGHT * (seconds - known)
 
     async def _clean_up(self, reads: LeasedReads) -> None:
         await reads.settle()

@@ -54,6 +54,8 @@ class Neighbours:
                 await self._look_around()
             except Unavailable as error:  # the directory: what is connected stays connected
                 log.debug("neighbours not read", error=str(error))
+            except Exception:  # one round; the next one may find others
+                log.exception("neighbours not connected")
             await asyncio.sleep(interval_s)
 
     async def _look_around(self) -> None:
@@ -117,7 +119,7 @@ class Neighbours:
     async def _others(self) -> list[WorkerRecord]:
         """Workers that serve what this one serves. Raises Unavailable."""
         records = await self._directory.workers()
-        self._peers.forget_absent({record.worker_id for record in records})
+        await self._peers.forget_absent({record.worker_id for record in records})
         return [
             record
             for record in records

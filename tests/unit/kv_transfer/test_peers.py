@@ -168,3 +168,19 @@ async def test_without_the_requirement_tcp_will_do():
         asyncio.timeout(TIMEOUT_S),
     ):
         assert str((await reader.peers.connect(owner.ref)).carrier) == "tcp eth0"
+
+
+async def test_a_peer_that_is_gone_is_forgotten_and_one_that_answers_is_not():
+    """Workers come and go for months; and a directory that lost its data knows nobody for a while."""
+    async with started() as [reader, owner], asyncio.timeout(TIMEOUT_S):
+        peer = await reader.peers.connect(owner.ref)
+        await reader.peers.forget_absent(set())
+        await owner.peers.forget_absent(set())
+        await reader.transfers.read("owner", [0], [0]).done
+        assert await reader.peers.connect(owner.ref) is peer
+        await owner.server.stop(0)
+        while reader.peers.statuses():
+            await reader.peers.forget_absent(set())
+            await asyncio.sleep(0.01)
+        with pytest.raises(TransferFailed, match="not connected"):
+            await reader.transfers.read("owner", [0], [0]).done

@@ -314,3 +314,14 @@ async def test_a_thread_that_fails_closes_the_transport_and_ends_everything(brea
     assert "close" in transport.calls
     with pytest.raises(Unavailable):
         await transfers.metadata()
+
+
+async def test_a_reader_is_looked_after_by_an_owner_that_reads_from_nobody(breaking):
+    """It gave up reading from the peer; the peer's lease goes on."""
+    transport, transfers = breaking
+    await soon(transfers.disconnect("owner"))
+    transport.calls.clear()
+    transfers.serve_for(TIMEOUT_S)
+    async with asyncio.timeout(TIMEOUT_S):
+        while "progress" not in transport.calls:
+            await asyncio.sleep(0.01)
