@@ -190,3 +190,15 @@ async def test_ab06_a_client_that_drops_the_connection_stops_the_decode(settings
         assert drawn < 400
         assert router.tally.requests == {"cancelled": 1}
         assert received <= router.tally.output_tokens["cancelled"] <= drawn + 1  # one is the prefill worker's
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_kv10_more_choices_than_a_step_has_tokens(settings_with, alone, is_split):
+    """In a pool that has room for a few of them beside the prompt."""
+    settings = settings_with(engine={"num_blocks": -(-len(PROMPT) // BLOCK_SIZE) + 5})
+    num_choices = 4 * STEP_TOKENS
+    expected = await alone(num_choices - 1, 3)
+    async with workers(settings, P, D) as [p, d], session_with(d) as session:
+        answer = await session.answer(PROMPT, prefill=[p] if is_split else [], n=num_choices, **SAMPLED)
+        assert answer.finish_reasons == dict.fromkeys(range(num_choices), "length")
+        assert answer.choices[num_choices - 1] == expected

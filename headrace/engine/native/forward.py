@@ -71,8 +71,11 @@ class NativeForward:
             self._rows = np.empty(2 * len(rows), dtype=np.int64)
             self._logits_NV = torch.empty(2 * len(rows), self._vocab_size)
         self._rows[: len(rows)] = rows
-        arguments = (self._rows.ctypes.data, len(rows), self._logits_NV.data_ptr())
-        self._kernels.logits(self._handle, *arguments)
+        # The kernels gather as many rows as a step has tokens; the choices of a few prompts can be more.
+        for start in range(0, len(rows), self._max_step_tokens):
+            some = min(self._max_step_tokens, len(rows) - start)
+            arguments = (self._rows[start:].ctypes.data, some, self._logits_NV[start:].data_ptr())
+            self._kernels.logits(self._handle, *arguments)
         return self._logits_NV[: len(rows)]
 
 

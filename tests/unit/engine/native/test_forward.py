@@ -157,3 +157,12 @@ def test_a_token_that_the_model_does_not_have_is_refused(folder, token_id):
         bench.step(Chunk(bench.sequence([3, token_id, 3]), 0, 3))
     # The bad token is no concern of a chunk that lies before it.
     bench.step(Chunk(bench.sequence([3, token_id, 3]), 0, 1))
+
+
+def test_logits_of_more_rows_than_a_step_has_tokens(folder):
+    """Each choice of a prompt has a row. The kernels wrote them beyond their buffer."""
+    bench = Bench(folder(NAMES[0]), FORMS[0], torch.float32, 2)
+    text = tokens(9)
+    expected = bench.logits(bench.sequence(text), len(text))
+    found = bench.forward.logits([row for _ in range(MOST_TOKENS) for row in range(len(text))])
+    assert torch.equal(found, expected.repeat(MOST_TOKENS, 1))
