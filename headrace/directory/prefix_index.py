@@ -25,6 +25,7 @@ from headrace.tier import Tier
 DEFAULT_MAX_BLOCKS = 1 << 22
 _FIRST_LOOKUP = 128  # blocks; then four times as many each time: a short match looks at few of a long prompt
 _BITS = 3  # of a worker: holds it, on the device, on disk
+_SET_BYTES = 200  # in two lists and a dictionary, with three integers
 _HOLDS, _ON_DEVICE, _ON_DISK = 0b001, 0b010, 0b100
 
 
@@ -33,7 +34,9 @@ class Match(NamedTuple):
 
     num_blocks: int  # in any tier, assumed ones included
     num_device_blocks: int  # of them the first so many are on the device
-    num_assumed_blocks: int = 0  # of `num_blocks` the last so many were sent there and not reported by the worker yet
+    num_assumed_blocks: int = (
+        0  # of `num_blocks` the last so many were sent there and not reported by the worker yet
+    )
 
 
 class PrefixIndex:
@@ -46,6 +49,7 @@ class PrefixIndex:
     def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         self.num_dropped = 0  # blocks that found no room, each time
         self.num_looked_up = 0  # hashes, by all matches
+        self.num_entries = 0  # pairs of a block and a worker that holds it
         self._max_blocks = max_blocks
         self._table = BlockTable()  # its values are numbers of sets
         self._sets = _HolderSets()
@@ -56,11 +60,6 @@ class PrefixIndex:
     def __len__(self) -> int:
         """Number of different blocks."""
         return len(self._table)
-
-    @property
-    def num_entries(self) -> int:
-        """Pairs of a block and a worker that holds it."""
-        return self._num_held.total()
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +94,7 @@ class PrefixIndex:
             number = self._sets.take(_bits_of(place, _TIER_BITS[tier]), count)
             numbers[tiers[unknown] == tier] = number
         self._table.put(words[unknown], numbers)
-        self._num_held[worker_id] += len(unknown)
+        self._count(worker_id, len(unknown))
 
     def remove(self, worker_id: str, hashes: Iterable[bytes]) -> None:
         """Hashes that the worker does not hold are passed over."""
@@ -120,7 +119,9 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, Match]:
         """For each worker that holds the first block."""
-        lengths = np.zeros(_BITS * (max(self._names, default=0) + 1), np.int64)  # by bit: blocks in a row that have it
+        lengths = np.zeros(
+            _BITS * (max(self._names, default=0) + 1), np.int64
+        )  # by bit: blocks in a row that have it
         following = -1  # bits that all blocks so far have
         for position, holders in self._runs(hashes):
             lost = following & ~holders
@@ -133,7 +134,9 @@ class PrefixIndex:
             _note(lengths, following, len(hashes))
         (places,) = lengths[0::_BITS].nonzero()
         matches = zip(lengths[0::_BITS][places].tolist(), lengths[1::_BITS][places].tolist(), strict=True)
-        return {self._names[place]: Match(*match) for place, match in zip(places.tolist(), matches, strict=True)}
+        return {
+            self._names[place]: Match(*match) for place, match in zip(places.tolist(), matches, strict=True)
+        }
 
     def _runs(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, int]]:
         """Where the holders change along the prompt: position, and who holds the block there and those behind it."""
@@ -157,6 +160,10 @@ class PrefixIndex:
             self._places[worker_id], self._names[place] = place, worker_id
         return place
 
+    def _count(self, worker_id: str, num_more: int) -> None:
+        self._num_held[worker_id] += num_more
+        self.num_entries += num_more
+
     def _held(self, place: int) -> tuple[Slots, Values]:
         """Slots and set numbers of the blocks that the worker at this place holds."""
         slots, numbers = self._table.entries()
@@ -177,7 +184,7 @@ class PrefixIndex:
         for i, (number, count) in enumerate(zip(numbers.tolist(), counts.tolist(), strict=True)):
             before = self._sets.bits[number]
             after = change(before)
-            self._num_held[worker_id] += count * (bool(after & holds) - bool(before & holds))
+            self._count(worker_id, count * (bool(after & holds) - bool(before & holds)))
             changed[i] = self._sets.take(after, count) if after else 0
             self._sets.give_back(number, count)
         values = changed[which]
@@ -189,17 +196,11 @@ class _HolderSets:
     """Bit sets by number, each once, counted by the blocks that have it. Number 0 is the empty set, and stays."""
 
     def __init__(self) -> None:
+        self.num_bytes = 0  # about
         self.bits: list[int] = [0]
         self._uses: list[int] = [0]
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Of lists, dictionary and integers, about."""
-        return len(self.bits) * (3 * 8 + 36) + len(self._numbers) * 100 + sum(
-            bits.bit_length() // 8 for bits in self._numbers
-        )
 
     def take(self, bits: int, count: int) -> int:
         """The number of the set, for so many more blocks."""
@@ -213,6 +214,7 @@ class _HolderSets:
                 self.bits.append(bits)
                 self._uses.append(0)
             self._numbers[bits] = number
+            self.num_bytes += _SET_BYTES + bits.bit_length() // 8
         self._uses[number] += count
         return number
 
@@ -220,7 +222,9 @@ class _HolderSets:
         """So many blocks fewer have it."""
         self._uses[number] -= count
         if not self._uses[number]:
-            del self._numbers[self.bits[number]]
+            bits = self.bits[number]
+            del self._numbers[bits]
+            self.num_bytes -= _SET_BYTES + bits.bit_length() // 8
             self.bits[number] = 0
             self._free.append(number)
 
