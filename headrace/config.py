@@ -170,7 +170,7 @@ class RouterSettings(_Section):
     )
     max_index_entries: Positive = Field(
         default=1 << 22,
-        description="different blocks that the prefix index holds, 25 to 51 bytes each; more are passed over",
+        description="different blocks that the prefix index holds, 29 to 58 bytes each; more are passed over",
     )
     assumed_ttl_s: Seconds = Field(
         default=5.0,

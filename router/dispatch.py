@@ -104,16 +104,14 @@ class Dispatcher:
 
     async def _place(
         self, request: GenerationRequest
-    ) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession, list[bytes]]:
+    ) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession, Sequence[bytes]]:
         """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again.
 
         The prompt's block hashes come with it; its workers are assumed to have them from now on.
         """
         for _ in range(_MAX_DISPATCHES):
-            self._num_requests += 1
             started = time.perf_counter()
-            cluster, hashes = self._snapshot(request)
-            plan = self._policy(RequestView(len(request.token_ids), self._num_requests), cluster)
+            plan, cluster, hashes = self.decide(request)
             self._metrics.decision_seconds.observe(time.perf_counter() - started)
             self._assume(plan, hashes)  # at once: other requests are planned while this one is sent
             worker = plan.decode
@@ -127,6 +125,17 @@ class Dispatcher:
             return plan, _start_message(request, plan, sources(plan, cluster)), session, hashes
         raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")
 
+    def decide(
+        self, request: GenerationRequest, hashes: Sequence[bytes] | None = None
+    ) -> tuple[Plan, ClusterView, Sequence[bytes]]:
+        """Snapshot and policy, nothing else; and the hashes of the prompt's blocks, made here if not given.
+
+        Raises Unavailable.
+        """
+        self._num_requests += 1
+        cluster, hashes = self._snapshot(request, hashes)
+        return self._policy(RequestView(len(request.token_ids), self._num_requests), cluster), cluster, hashes
+
     def _assume(self, plan: Plan, hashes: Sequence[bytes]) -> None:
         for worker in (*plan.prefill[:1], plan.decode):
             self._view.assume(worker.worker_id, worker.incarnation, hashes)
@@ -135,7 +144,9 @@ class Dispatcher:
         for worker in (*plan.prefill[:1], plan.decode):
             self._view.forget_assumed(worker.worker_id, worker.incarnation, hashes)
 
-    def _snapshot(self, request: GenerationRequest) -> tuple[ClusterView, list[bytes]]:
+    def _snapshot(
+        self, request: GenerationRequest, hashes: Sequence[bytes] | None
+    ) -> tuple[ClusterView, Sequence[bytes]]:
         """Workers that can serve this model with one another, what each has of this prompt, and its block hashes."""
         records = [
             record
@@ -154,7 +165,8 @@ class Dispatcher:
             kv_dtype,
             salt=request.cache_salt,
         )
-        hashes = block_hashes(root, request.token_ids)
+        if hashes is None:
+            hashes = block_hashes(root, request.token_ids)
         # A worker computes one token at least, so a last block that ends the prompt does not count.
         matched = self._view.match(hashes[: (len(request.token_ids) - 1) // block_size])
         peers = [

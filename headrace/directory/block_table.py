@@ -22,7 +22,7 @@ Values = NDArray[np.int32]
 
 _BUCKET_SLOTS = 8
 _FIRST_BUCKETS = 1 << 7
-_MAX_FILL = 0.8
+_MAX_FILL = 0.7
 _GROWTH_PIECE = 1 << 14
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # spreads whatever regularity digests might have over the top bits
 
@@ -55,10 +55,14 @@ class BlockTable:
             same = self._low[buckets] == low[:, None]
             at = same.argmax(axis=1)
             found = buckets * _BUCKET_SLOTS + at
-            hit = same[np.arange(len(at)), at] & (self._values[found] != 0) & (self._high[found] == high)
-            self._find_twins(same, hit, found, high)
+            likely = same[np.arange(len(at)), at]
+            hit = likely & (self._values[found] != 0) & (self._high[found] == high)
+            (doubtful,) = (likely & ~hit).nonzero()
+            if len(doubtful):
+                self._find_twins(doubtful, same, hit, found, high)
             slots[hit if asked is None else asked[hit]] = found[hit]
-            (on,) = (~hit & (self._overflows[buckets] != 0)).nonzero()
+            (missed,) = (~hit).nonzero()
+            on = missed[self._overflows[buckets[missed]] != 0]
             asked = on if asked is None else asked[on]
             buckets, low, high = (buckets[on] + 1) & self._mask, low[on], high[on]
         return slots
@@ -100,10 +104,15 @@ class BlockTable:
         return [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]
 
     def _find_twins(
-        self, same: NDArray[np.bool_], hit: NDArray[np.bool_], found: Slots, high: NDArray[np.uint64]
+        self,
+        rows: Slots,
+        same: NDArray[np.bool_],
+        hit: NDArray[np.bool_],
+        found: Slots,
+        high: NDArray[np.uint64],
     ) -> None:
-        """Where the first slot with an equal low word was not it (freed, or another high word), try the others."""
-        for row in (~hit & same.any(axis=1)).nonzero()[0].tolist():
+        """The first slot with an equal low word was freed, or has another high word: try the others."""
+        for row in rows.tolist():
             bucket_start = found[row] - found[row] % _BUCKET_SLOTS
             for slot in (bucket_start + same[row].nonzero()[0]).tolist():
                 if self._values[slot] and self._high[slot] == high[row]:
