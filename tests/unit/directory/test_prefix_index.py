@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import tracemalloc
 from random import Random
 
