@@ -144,6 +144,10 @@ class Dispatcher:
         for worker in (*plan.prefill[:1], plan.decode):
             self._view.forget_assumed(worker.worker_id, worker.incarnation, hashes)
 
+    def _note_prediction(self, plan: Plan | None, end: worker_pb2.SequenceEnd) -> None:
+        if plan is not None and end.ByteSize():  # an empty one: the worker did not report in time
+            self._metrics.predicted(plan.predicted_cached_tokens, end.cached_tokens)
+
     def _snapshot(
         self, request: GenerationRequest, hashes: Sequence[bytes] | None
     ) -> tuple[ClusterView, Sequence[bytes]]:
@@ -225,11 +229,7 @@ class Dispatcher:
                     del running[choice]
                     if not running:
                         update.end = delta.end or await _aborted(session, stream)
-                        if delta.end is not None:
-                            assert progress.plan is not None
-                            self._metrics.predicted(
-                                progress.plan.predicted_cached_tokens, delta.end.cached_tokens
-                            )
+                        self._note_prediction(progress.plan, update.end)
                         progress.ended_at = time.monotonic()
                     elif news.finish_reason is None:
                         session.abort(request.id, choice)

@@ -162,7 +162,7 @@ async def test_predictions_are_what_workers_report(tiny_model_files):
         settings = fleet_settings(tiny_model_files, redis.url)
         async with workers(settings, Role.PREFILL, Role.DECODE), router_of(settings, 2) as (stub, router):
             for length, cached in ((6, 0), (6, 5), (4, 3), (5, 4)):
-                message = inference_pb2.GenerateRequest(sampling={"max_tokens": 1, "temperature": 0})
+                message = inference_pb2.GenerateRequest(sampling={"max_tokens": 3, "temperature": 0})
                 message.token_ids.ids.extend(prompt[: length * BLOCK_SIZE])
                 before = samples(router)
                 last = [m async for m in stub.Generate(message, timeout=20)][-1]
