@@ -48,7 +48,8 @@ def test_rows_for_each_case_and_one_for_the_path(tmp_path):
     ]
     for row in rows:
         assert row["indexed_blocks"] == 3000 + 32
-        assert 0 < row["match_us_p50"] <= row["decision_us_p50"] <= row["decision_us_p99"]
+        assert 0 < row["match_us_p50"] <= row["match_us_p99"]
+        assert 0 < row["decision_us_p50"] <= row["decision_us_p99"]
         assert 0 < row["bytes_per_entry"] < 80
         assert row["added_latency_ms_p50"] is row["relayed_tokens_per_s"] is None
 
