@@ -168,6 +168,14 @@ class RouterSettings(_Section):
     default_timeout_s: Seconds = Field(
         default=600.0, description="deadline of a request whose client set none"
     )
+    max_index_entries: Positive = Field(
+        default=1 << 22,
+        description="different blocks that the prefix index holds, 29 to 58 bytes each; more are passed over",
+    )
+    assumed_ttl_s: Seconds = Field(
+        default=5.0,
+        description="a prompt counts as cached where it was sent this long, or twice, before its worker says so",
+    )
 
 
 class Settings(_Section):

@@ -15,8 +15,10 @@ from headrace.directory.watcher import Watcher
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
+from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
 from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
 from router.service import InferenceService
@@ -46,8 +48,12 @@ class Router:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.view = DirectoryView()
+        self.view = DirectoryView(
+            max_index_blocks=settings.router.max_index_entries, assumed_ttl_s=settings.router.assumed_ttl_s
+        )
+        self.metrics = RouterMetrics()
         self.address = ""
+        self.metrics_address = ""
 
     async def start(self) -> str:
         """Serve. Returns the public address."""
@@ -63,15 +69,21 @@ class Router:
             load_policy(settings.router.policy),
             model,
             settings.router.max_inflight_requests,
+            self.metrics,
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes)
         service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)
         self.tally = service.tally
         self._server = RpcServer(settings.rpc, [_SERVICE])
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc_server)
+        self.metrics.show(self.view, self._watcher, self.tally, lambda: self.dispatcher.num_inflight)
+        port, self._stop_metrics = serve_metrics(
+            self.metrics.registry, settings.rpc.host, settings.telemetry.metrics_port
+        )
+        self.metrics_address = f"{settings.rpc.advertise_host or settings.rpc.host}:{port}"
         self.address = await self._server.start()
         self._readiness = _supervised(self._report_readiness(model), "readiness")
-        log.info("router serves", address=self.address, model=model.name)
+        log.info("router serves", address=self.address, metrics=self.metrics_address, model=model.name)
         return self.address
 
     async def stop(self) -> None:
@@ -82,6 +94,7 @@ class Router:
         await asyncio.gather(self._readiness, self._watching, return_exceptions=True)
         await self._sessions.close()
         await self._directory.close()
+        await asyncio.to_thread(self._stop_metrics)
 
     async def _report_readiness(self, model: ServedModel) -> None:
         """SERVING while some decode worker of the model is alive."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -23,6 +23,7 @@ from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
 from router.ledger import Charge, Ledger
+from router.metrics import RouterMetrics
 from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView, sources
 from router.requests import GenerationRequest, ServedModel
 from router.sessions import AnswerStream, ChoiceDelta, Delta, Sessions, WorkerSession
@@ -61,10 +62,17 @@ class Dispatcher:
     """Used on the event loop only."""
 
     def __init__(
-        self, view: DirectoryView, sessions: Sessions, policy: Policy, model: ServedModel, max_inflight: int
+        self,
+        view: DirectoryView,
+        sessions: Sessions,
+        policy: Policy,
+        model: ServedModel,
+        max_inflight: int,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         self.ledger = Ledger()
         self.num_inflight = 0
+        self._metrics = metrics or RouterMetrics()
         self._view = view
         self._sessions = sessions
         self._policy = policy
@@ -78,7 +86,7 @@ class Dispatcher:
             raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
         self.num_inflight += 1
         try:
-            plan, start, session = await self._place(request)
+            plan, start, session, hashes = await self._place(request)
             progress.plan, progress.planned_at = plan, time.monotonic()
             with self.ledger.charged(plan, len(request.token_ids)) as charge:
                 stream = session.start(start)
@@ -86,30 +94,64 @@ class Dispatcher:
                     async for update in self._updates(request, session, stream, charge, progress):
                         yield update
                 finally:
+                    if not progress.first_token_at:
+                        self._forget_assumed(plan, hashes)
                     if not stream.ended:
                         session.abort(request.id)
                     session.forget(request.id)
         finally:
             self.num_inflight -= 1
 
-    async def _place(self, request: GenerationRequest) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession]:
-        """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again."""
+    async def _place(
+        self, request: GenerationRequest
+    ) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession, Sequence[bytes]]:
+        """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again.
+
+        The prompt's block hashes come with it; its workers are assumed to have them from now on.
+        """
         for _ in range(_MAX_DISPATCHES):
-            self._num_requests += 1
-            cluster = self._snapshot(request)
-            plan = self._policy(RequestView(len(request.token_ids), self._num_requests), cluster)
+            started = time.perf_counter()
+            plan, cluster, hashes = self.decide(request)
+            self._metrics.decision_seconds.observe(time.perf_counter() - started)
+            self._assume(plan, hashes)  # at once: other requests are planned while this one is sent
             worker = plan.decode
             try:
                 session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
             except WorkerGone as error:
                 log.warning("decode worker unreachable", request_id=request.label, error=str(error))
+                self._forget_assumed(plan, hashes)
                 continue
             log.debug("planned", request_id=request.label, plan=plan.explanation)
-            return plan, _start_message(request, plan, sources(plan, cluster)), session
+            return plan, _start_message(request, plan, sources(plan, cluster)), session, hashes
         raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")
 
-    def _snapshot(self, request: GenerationRequest) -> ClusterView:
-        """The workers that can serve this model with one another, and what each has of this prompt."""
+    def decide(
+        self, request: GenerationRequest, hashes: Sequence[bytes] | None = None
+    ) -> tuple[Plan, ClusterView, Sequence[bytes]]:
+        """Snapshot and policy, nothing else; and the hashes of the prompt's blocks, made here if not given.
+
+        Raises Unavailable.
+        """
+        self._num_requests += 1
+        cluster, hashes = self._snapshot(request, hashes)
+        return self._policy(RequestView(len(request.token_ids), self._num_requests), cluster), cluster, hashes
+
+    def _assume(self, plan: Plan, hashes: Sequence[bytes]) -> None:
+        for worker in (*plan.prefill[:1], plan.decode):
+            self._view.assume(worker.worker_id, worker.incarnation, hashes)
+
+    def _forget_assumed(self, plan: Plan, hashes: Sequence[bytes]) -> None:
+        for worker in (*plan.prefill[:1], plan.decode):
+            self._view.forget_assumed(worker.worker_id, worker.incarnation, hashes)
+
+    def _note_prediction(self, plan: Plan | None, end: worker_pb2.SequenceEnd) -> None:
+        if plan is not None and end.ByteSize():  # an empty one: the worker did not report in time
+            self._metrics.predicted(plan.predicted_cached_tokens, end.cached_tokens)
+
+    def _snapshot(
+        self, request: GenerationRequest, hashes: Sequence[bytes] | None
+    ) -> tuple[ClusterView, Sequence[bytes]]:
+        """Workers that can serve this model with one another, what each has of this prompt, and its block hashes."""
         records = [
             record
             for record in self._view.workers.values()
@@ -119,7 +161,11 @@ class Dispatcher:
         if not layouts:
             raise Unavailable(f"no worker that serves {self._model.name!r} is alive")
         layout = layouts.most_common(1)[0][0]
-        matched = self._match(request, *layout[:2])
+        block_size, kv_dtype, _ = layout
+        if hashes is None:
+            hashes = self._hashes(request, block_size, kv_dtype)
+        # A worker computes one token at least, so a last block that ends the prompt does not count.
+        matched = self._view.match(hashes[: (len(request.token_ids) - 1) // block_size])
         peers = [
             (record, self._worker_view(record, matched.get(record.worker_id)))
             for record in records
@@ -129,19 +175,20 @@ class Dispatcher:
         decode = tuple(view for role, view in serving if role in (Role.DECODE, Role.BOTH))
         if not decode:
             raise Unavailable(f"no decode worker that serves {self._model.name!r} is alive")
-        return ClusterView(
+        cluster = ClusterView(
             prefill=tuple(view for role, view in serving if role == Role.PREFILL),
             decode=decode,
-            holders=tuple(view for _, view in peers if view.cached_tokens),
+            holders=tuple(view for _, view in peers if view.reported_tokens),
         )
+        return cluster, hashes
 
-    def _match(self, request: GenerationRequest, block_size: int, kv_dtype: str) -> dict[str, Match]:
-        """What each worker has of the prompt, by worker id."""
+    def _hashes(self, request: GenerationRequest, block_size: int, kv_dtype: str) -> list[bytes]:
+        """Of the prompt's full blocks."""
         files = self._model.files
         root = HashRoot(
             files.fingerprint, files.tokenizer_fingerprint, block_size, kv_dtype, salt=request.cache_salt
         )
-        return self._view.index.match(block_hashes(root, request.token_ids))
+        return block_hashes(root, request.token_ids)
 
     def _worker_view(self, record: WorkerRecord, match: Match | None) -> WorkerView:
         return WorkerView(
@@ -149,6 +196,7 @@ class Dispatcher:
             incarnation=record.incarnation,
             address=record.address,
             cached_tokens=match.num_blocks * record.block_size_tokens if match else 0,
+            assumed_tokens=match.num_assumed_blocks * record.block_size_tokens if match else 0,
             block_size_tokens=record.block_size_tokens,
             pending_prefill_tokens=self.ledger.pending_prefill_tokens[record.incarnation],
             active_tokens=self.ledger.active_tokens[record.incarnation],
@@ -182,6 +230,7 @@ class Dispatcher:
                     del running[choice]
                     if not running:
                         update.end = delta.end or await _aborted(session, stream)
+                        self._note_prediction(progress.plan, update.end)
                         progress.ended_at = time.monotonic()
                     elif news.finish_reason is None:
                         session.abort(request.id, choice)
@@ -251,7 +300,7 @@ def _start_message(
         prefill_workers=[_ref(worker) for worker in plan.prefill],
         sources=[
             worker_pb2.Source(
-                worker=_ref(worker), num_blocks=worker.cached_tokens // worker.block_size_tokens
+                worker=_ref(worker), num_blocks=worker.reported_tokens // worker.block_size_tokens
             )
             for worker in holders
         ],

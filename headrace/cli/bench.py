@@ -30,6 +30,7 @@ from headrace.model_config import ModelFiles
 
 if TYPE_CHECKING:  # imports torch
     from headrace.bench import kv as kv_bench
+    from headrace.bench import router as router_bench
     from headrace.bench.engine import Case, Row, Variant
     from headrace.bench.report import Report
 
@@ -37,6 +38,7 @@ _Name = TypeVar("_Name", bound=str)
 
 _MAX_BATCH, _MAX_TOKENS, _MAX_RUNS = 4096, 1 << 20, 1000
 _MAX_BLOCKS = 1 << 16
+_MAX_WORKERS, _MAX_INDEXED_BLOCKS = 4096, 10**8
 _INTERRUPTED = 130
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
@@ -155,6 +157,99 @@ def kv(
         raise typer.Exit(_INTERRUPTED) from None
     finally:
         output.print(_reads_table(report))
+
+
+@bench.command()
+def router(
+    workers: Annotated[str, typer.Option(metavar="LIST", help="In the router's view.")] = "8,64,512,1024",
+    blocks: Annotated[
+        str, typer.Option(metavar="LIST", help="Different blocks in its index.")
+    ] = "100000,1000000,10000000",
+    prompt: Annotated[str, typer.Option(metavar="LIST", help="Tokens of the prompts.")] = "2000,32000",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few of each, seconds in all: a trial, no figures.")
+    ] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the rows there too.", show_default=False),
+    ] = None,
+) -> None:
+    """Decisions of a router, the memory of its index, and what it adds to a request; workers compute nothing.
+
+    LIST is numbers with commas between them. Ctrl-C leaves the rows so far.
+    """
+    from headrace.bench import router as router_bench
+    from headrace.bench.report import Report
+    from headrace.telemetry import configure_logging
+
+    counts = _numbers("--workers", workers, 1, _MAX_WORKERS)
+    sizes = _numbers("--blocks", blocks, 1, _MAX_INDEXED_BLOCKS)
+    prompts = _numbers("--prompt", prompt, 1, _MAX_TOKENS)
+    effort = router_bench.QUICK if quick else router_bench.Effort()
+    configure_logging("warning", "bench")  # a line for each request would be measured too
+    report = Report(json, {"name": "none"})
+    try:
+        _measure_router(counts, sizes, prompts, effort, report)
+    except KeyboardInterrupt:
+        console.print("[yellow]stopped[/]; the rows so far:")
+        raise typer.Exit(_INTERRUPTED) from None
+    finally:
+        output.print(_router_table(report))
+
+
+def _measure_router(
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    prompts: Sequence[int],
+    effort: router_bench.Effort,
+    report: Report,
+) -> None:
+    from headrace.bench.router import measure_decisions, measure_path, why_not
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("through the router", total=1 + len(sizes) * len(counts) * len(prompts))
+        report.add(asdict(measure_path(effort)))
+        progress.advance(task)
+        for size in sizes:
+            for count in counts:
+                case = f"{count:,} workers, {size:,} blocks"
+                progress.update(task, description=case)
+                reason = why_not(size)
+                if reason is not None:
+                    report.skip({"workers": count, "indexed_blocks": size}, reason)
+                    console.print(f"skipped: {case}: {reason}", highlight=False, soft_wrap=True)
+                    progress.advance(task, len(prompts))
+                    continue
+                for row in measure_decisions(count, size, prompts, effort):
+                    report.add(asdict(row))
+                    progress.advance(task)
+
+
+def _router_table(report: Report) -> Table:
+    table = Table(title="Router", title_justify="left", box=SIMPLE_HEAD)
+    formats = {
+        "workers": ("workers", ","),
+        "indexed_blocks": ("blocks", ","),
+        "prompt_tokens": ("prompt", ","),
+        "match_us_p50": ("match us", ",.0f"),
+        "match_us_p99": ("p99", ",.0f"),
+        "decision_us_p50": ("decision us", ",.0f"),
+        "decision_us_p99": ("p99", ",.0f"),
+        "decisions_per_s": ("decisions/s", ",.0f"),
+        "hash_ms_p50": ("hash ms", ".2f"),
+        "event_us_p50": ("event us", ",.0f"),
+        "bytes_per_entry": ("bytes/entry", ".1f"),
+        "added_latency_ms_p50": ("added ms", ".2f"),
+        "relayed_tokens_per_s": ("relayed/s", ",.0f"),
+    }
+    for name, _ in formats.values():
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        table.add_row(
+            *("" if row[key] is None else format(row[key], how) for key, (_, how) in formats.items())
+        )
+    return table
 
 
 def _measure_reads(

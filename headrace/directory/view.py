@@ -2,25 +2,60 @@
 
 A worker id stands for one incarnation at a time; with the incarnation go its blocks. Everything here is
 synchronous and runs on one event loop, so a reader never sees half a change.
+
+`match` is the reader's question. It knows what workers have reported (`index`), and what they were sent a moment ago
+and can not have reported yet (`assume`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.clock import Clock, SystemClock
+from headrace.directory.assumed import DEFAULT_TTL_S, AssumedContent
 from headrace.directory.base import BlockSnapshot
-from headrace.directory.prefix_index import PrefixIndex
+from headrace.directory.prefix_index import DEFAULT_MAX_BLOCKS, Match, PrefixIndex
 from headrace.directory.records import DirectoryEvent, WorkerRecord
 
 
 class DirectoryView:
     """`workers` is by worker id. Readers change neither `workers` nor `index`."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        max_index_blocks: int = DEFAULT_MAX_BLOCKS,
+        assumed_ttl_s: float = DEFAULT_TTL_S,
+    ) -> None:
         self.workers: dict[str, WorkerRecord] = {}
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(max_index_blocks)
+        self.num_gaps = 0  # times that an event was missing
         self._clock = clock or SystemClock()
+        self._assumed = AssumedContent(assumed_ttl_s, self._clock)
         self._sequences: dict[str, int] = {}  # by worker id: the last event that the index holds
         self._gone_at: dict[tuple[str, str], float] = {}  # (worker id, incarnation) that somebody found dead
+
+    def match(self, hashes: Sequence[bytes]) -> dict[str, Match]:
+        """For each worker that holds the first block or is assumed to: how much of the prompt, see `Match`."""
+        matched = self.index.match(hashes)
+        for (worker_id, incarnation), length in self._assumed.runs(hashes).items():
+            reported = matched.get(worker_id, Match(0, 0))
+            if length > reported.num_blocks and self.has(worker_id, incarnation):
+                matched[worker_id] = Match(length, reported.num_device_blocks, length - reported.num_blocks)
+        return matched
+
+    def assume(self, worker_id: str, incarnation: str, hashes: Sequence[bytes]) -> None:
+        """The worker is being sent a prompt with these blocks: `match` counts them until they can be in the index."""
+        self._assumed.add((worker_id, incarnation), hashes)
+
+    def forget_assumed(self, worker_id: str, incarnation: str, hashes: Sequence[bytes]) -> None:
+        """The prompt did not get there. What other prompts of the same beginning brought is forgotten with it."""
+        self._assumed.remove((worker_id, incarnation), hashes)
+
+    @property
+    def num_assumed_blocks(self) -> int:
+        return len(self._assumed)
 
     def mark_gone(self, worker_id: str, incarnation: str) -> None:
         """Somebody could not reach this incarnation: it vanishes now, however fresh its record is.
@@ -53,6 +88,7 @@ class DirectoryView:
             del self.workers[worker_id]
             self._sequences.pop(worker_id, None)
             self.index.forget(worker_id)
+            self._assumed.drop((worker_id, incarnation))
 
     def has(self, worker_id: str, incarnation: str) -> bool:
         known = self.workers.get(worker_id)
@@ -76,9 +112,11 @@ class DirectoryView:
         assert self.has(event.worker_id, event.incarnation)
         sequence = self._sequences.get(event.worker_id)
         if sequence is None or event.sequence > sequence + 1:
+            self.num_gaps += 1
             return False
         if event.sequence == sequence + 1:
             self._sequences[event.worker_id] = event.sequence
             self.index.store(event.worker_id, event.stored)
             self.index.remove(event.worker_id, event.removed)
+            self._assumed.remove((event.worker_id, event.incarnation), event.removed)
         return True

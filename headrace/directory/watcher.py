@@ -10,6 +10,7 @@ show up again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 import structlog
@@ -45,6 +46,12 @@ class Watcher:
         self._position = ""
         self._expires_at: dict[str, float] = {}  # by worker id
         self._refreshed_at = 0.0
+        self._answered_at = self._clock.now()
+        self.event_lag_s = 0.0  # how old the last event was when it came, by Redis's wall clock and ours
+
+    def silence_s(self) -> float:
+        """Since the directory last answered."""
+        return self._clock.now() - self._answered_at
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -73,6 +80,9 @@ class Watcher:
     async def follow(self, timeout_s: float) -> None:
         """One batch of events, waiting up to `timeout_s` for the first. Raises Unavailable: then `synchronise`."""
         self._position, events = await self._directory.events(self._position, timeout_s)
+        self._answered_at = self._clock.now()
+        if events:
+            self.event_lag_s = _age_s(self._position)
         unread = {event.worker_id for event in events if not self._apply(event)}
         if unread or self._clock.now() - self._refreshed_at >= self._refresh_interval_s:
             await self._refresh()
@@ -129,3 +139,9 @@ class Watcher:
             snapshot = await self._directory.blocks(worker_id, record.incarnation)
             if snapshot is not None:
                 self._view.load(worker_id, record.incarnation, snapshot)
+
+
+def _age_s(position: str) -> float:
+    """Redis names its events by milliseconds and a number. 0 for another directory."""
+    milliseconds, separator, _ = position.partition("-")
+    return max(0.0, time.time() - int(milliseconds) / 1e3) if separator else 0.0

@@ -26,6 +26,12 @@ class WorkerView:
     active_tokens: int  # tokens of the requests that it decodes for this router
     capacity_tokens: int  # of its KV pool
     block_size_tokens: int
+    assumed_tokens: int = 0  # of `cached_tokens`: sent there, and not yet reported by the worker
+
+    @property
+    def reported_tokens(self) -> int:
+        """What others can fetch from it."""
+        return self.cached_tokens - self.assumed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,5 +69,5 @@ MAX_SOURCES = 2
 
 def sources(plan: Plan, cluster: ClusterView) -> list[WorkerView]:
     """Workers that hold more of the prompt than the one that prefills it, the most first."""
-    more = [worker for worker in cluster.holders if worker.cached_tokens > plan.predicted_cached_tokens]
-    return sorted(more, key=lambda worker: worker.cached_tokens, reverse=True)[:MAX_SOURCES]
+    more = [worker for worker in cluster.holders if worker.reported_tokens > plan.predicted_cached_tokens]
+    return sorted(more, key=lambda worker: worker.reported_tokens, reverse=True)[:MAX_SOURCES]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,18 +78,86 @@ def test_forgetting_everybody_leaves_nothing():
     assert len(index) == 0
 
 
-def test_no_hash_behind_the_longest_match_is_looked_at():
-    class Counted(bytes):
-        num_hashed = 0
-
-        def __hash__(self) -> int:
-            Counted.num_hashed += 1
-            return super().__hash__()
-
+def test_a_short_match_looks_at_few_hashes_of_a_long_prompt():
     index = index_of(**{f"worker-{i}": [1, 2, 3] for i in range(50)})
-    matched = index.match([Counted(digest(number)) for number in range(1, 1000)])
+    matched = index.match(digests(*range(1, 10_000)))
     assert set(lengths(matched).values()) == {3}
-    assert Counted.num_hashed == 4
+    assert index.num_looked_up == 128
+
+
+def test_a_full_index_passes_over_new_blocks_and_still_notes_holders_of_known_ones():
+    index = PrefixIndex(max_blocks=3)
+    index.store("a", on_device(1, 2))
+    index.store("b", on_device(1, 2, 3, 4, 5))
+    assert lengths(index.match(digests(1, 2, 3, 4, 5))) == {"a": 2, "b": 3}
+    assert (len(index), index.num_entries, index.num_dropped) == (3, 5, 2)
+    index.remove("b", digests(3, 4))
+    index.store("a", on_device(6))
+    assert lengths(index.match(digests(6))) == {"a": 1}
+    assert index.num_dropped == 2
+
+
+def test_an_entry_takes_at_most_sixty_bytes():
+    random = Random(0)
+    blocks = [random.randbytes(16) for _ in range(150_000)]
+    tracemalloc.start()
+    index = PrefixIndex()
+    for number in range(64):
+        own = blocks[number::64]
+        for start in range(0, len(own), 500):
+            index.store(f"worker-{number}", dict.fromkeys(own[start : start + 500], Tier.DEVICE))
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert index.num_entries == len(blocks)
+    assert num_bytes / len(blocks) < 60
+    assert index.num_bytes / len(blocks) < 60
+
+
+def test_what_comes_and_goes_leaves_no_memory_behind():
+    """A million changes in an index of a thousand blocks: neither the table nor the sets of holders grow."""
+    index, random = PrefixIndex(), Random(0)
+    held: list[list[bytes]] = []
+    for round_number in range(500):
+        worker_id = f"worker-{round_number % 7}"
+        index.store(
+            worker_id, dict.fromkeys(blocks := [random.randbytes(16) for _ in range(200)], Tier.DEVICE)
+        )
+        held.append(blocks)
+        if len(held) > 5:
+            index.remove(f"worker-{(round_number - 5) % 7}", held.pop(0))
+        if round_number == 50:
+            before = index.num_bytes
+    assert len(index) == 1000
+    assert index.num_bytes <= before
+    index.replace("worker-0", {})
+    for number in range(7):
+        index.forget(f"worker-{number}")
+    assert (len(index), index.num_entries) == (0, 0)
+
+
+def test_digests_that_share_half_of_their_bytes_are_different():
+    low, high = [bytes([i]) * 8 for i in range(1, 30)], [bytes([255 - i]) * 8 for i in range(1, 30)]
+    index = PrefixIndex()
+    index.store("a", dict.fromkeys([low[0] + end for end in high], Tier.DEVICE))
+    index.store("b", dict.fromkeys([start + high[0] for start in low], Tier.HOST))
+    for end in high[1:]:
+        assert lengths(index.match([low[0] + end])) == {"a": 1}
+    index.remove("a", [low[0] + end for end in high[1::2]])
+    for position, end in enumerate(high[1:]):
+        assert lengths(index.match([low[0] + end])) == ({"a": 1} if position % 2 else {})
+    for start in low[1:]:
+        assert lengths(index.match([start + high[0]])) == {"b": 1}
+    assert lengths(index.match([low[0] + high[0]])) == {"a": 1, "b": 1}
+
+
+def test_a_prompt_that_every_worker_holds_to_another_length():
+    index, blocks = PrefixIndex(), digests(*range(1, 1001))
+    for number in range(1000):
+        index.store(f"worker-{number}", dict.fromkeys(blocks[: number + 1], Tier.DEVICE))
+    assert index.match(blocks) == {f"worker-{n}": Match(n + 1, n + 1) for n in range(1000)}
+    for number in range(0, 1000, 2):
+        index.forget(f"worker-{number}")
+    assert lengths(index.match(blocks)) == {f"worker-{n}": n + 1 for n in range(1, 1000, 2)}
 
 
 WORKERS = st.sampled_from(["a", "b", "c"])
