@@ -18,6 +18,7 @@ from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.tokenizer import load_tokenizer
 from router.dispatch import Dispatcher
 from router.policy import load_policy
+from router.policy.views import Targets
 from router.requests import RequestParser, ServedModel
 from router.service import InferenceService
 from router.sessions import Sessions
@@ -63,6 +64,7 @@ class Router:
             load_policy(settings.router.policy),
             model,
             settings.router.max_inflight_requests,
+            Targets(settings.router.ttft_target_s, settings.router.itl_target_s),
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes)
         service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)

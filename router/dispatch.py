@@ -22,8 +22,18 @@ from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
+from router.costs import FleetCosts
 from router.ledger import Charge, Ledger
-from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView, sources
+from router.policy.views import (
+    NO_TARGETS,
+    ClusterView,
+    Plan,
+    Policy,
+    RequestView,
+    Targets,
+    WorkerView,
+    sources,
+)
 from router.requests import GenerationRequest, ServedModel
 from router.sessions import AnswerStream, ChoiceDelta, Delta, Sessions, WorkerSession
 
@@ -31,6 +41,7 @@ log = structlog.get_logger()
 
 _MAX_DISPATCHES = 3  # decode workers tried before the first token
 _ABORT_TIMEOUT_S = 2.0
+_PREFIX_KEY_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -61,15 +72,23 @@ class Dispatcher:
     """Used on the event loop only."""
 
     def __init__(
-        self, view: DirectoryView, sessions: Sessions, policy: Policy, model: ServedModel, max_inflight: int
+        self,
+        view: DirectoryView,
+        sessions: Sessions,
+        policy: Policy,
+        model: ServedModel,
+        max_inflight: int,
+        targets: Targets = NO_TARGETS,
     ) -> None:
         self.ledger = Ledger()
+        self.costs = FleetCosts()
         self.num_inflight = 0
         self._view = view
         self._sessions = sessions
         self._policy = policy
         self._model = model
         self._max_inflight = max_inflight
+        self._targets = targets
         self._num_requests = 0
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncIterator[Update]:
@@ -97,16 +116,24 @@ class Dispatcher:
         for _ in range(_MAX_DISPATCHES):
             self._num_requests += 1
             cluster = self._snapshot(request)
-            plan = self._policy(RequestView(len(request.token_ids), self._num_requests), cluster)
+            plan = self._policy(self._request_view(request), cluster)
             worker = plan.decode
             try:
                 session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
             except WorkerGone as error:
                 log.warning("decode worker unreachable", request_id=request.label, error=str(error))
                 continue
-            log.debug("planned", request_id=request.label, plan=plan.explanation)
+            log.debug("planned", request_id=request.label, decode=worker.worker_id, reason=plan.reason)
             return plan, _start_message(request, plan, sources(plan, cluster)), session
         raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")
+
+    def _request_view(self, request: GenerationRequest) -> RequestView:
+        return RequestView(
+            num_prompt_tokens=len(request.token_ids),
+            seed=self._num_requests,
+            prefix_key=hash(tuple(request.token_ids[:_PREFIX_KEY_TOKENS])),
+            targets=self._targets,
+        )
 
     def _snapshot(self, request: GenerationRequest) -> ClusterView:
         """The workers that can serve this model with one another, and what each has of this prompt."""
@@ -128,8 +155,9 @@ class Dispatcher:
             salt=request.cache_salt,
         )
         matched = self._view.index.match(block_hashes(root, request.token_ids))
+        now_s = self.ledger.clock.now()
         peers = [
-            (record, self._worker_view(record, matched.get(record.worker_id)))
+            (record, self._worker_view(record, matched.get(record.worker_id), now_s))
             for record in records
             if _layout(record) == layout
         ]
@@ -141,19 +169,32 @@ class Dispatcher:
             prefill=tuple(view for role, view in serving if role == Role.PREFILL),
             decode=decode,
             holders=tuple(view for _, view in peers if view.cached_tokens),
+            token_bytes=max(record.block_bytes for record, _ in peers) / block_size,
+            transfer=self.costs.transfer,
         )
 
-    def _worker_view(self, record: WorkerRecord, match: Match | None) -> WorkerView:
+    def _worker_view(self, record: WorkerRecord, match: Match | None, now_s: float) -> WorkerView:
+        account = self.ledger.of(record.incarnation)
         return WorkerView(
             worker_id=record.worker_id,
             incarnation=record.incarnation,
             address=record.address,
             cached_tokens=match.num_blocks * record.block_size_tokens if match else 0,
             block_size_tokens=record.block_size_tokens,
-            pending_prefill_tokens=self.ledger.pending_prefill_tokens[record.incarnation],
-            active_tokens=self.ledger.active_tokens[record.incarnation],
             capacity_tokens=record.num_blocks * record.block_size_tokens,
+            queue_s=account.queue_s(now_s),
+            pending_prefill_tokens=account.pending_prefill_tokens,
+            num_requests=account.num_requests,
+            active_sequences=account.active_sequences,
+            active_tokens=account.active_tokens,
+            costs=self.costs.of(record),
         )
+
+    def _learn(self, plan: Plan | None, end: worker_pb2.SequenceEnd) -> None:
+        """What the request's report tells of its workers' speed."""
+        if plan is not None:
+            workers, decode = self._view.workers, plan.decode.worker_id
+            self.costs.observe(workers.get(end.prefill_worker or decode), workers.get(decode), end)
 
     async def _updates(
         self,
@@ -183,6 +224,7 @@ class Dispatcher:
                     if not running:
                         update.end = delta.end or await _aborted(session, stream)
                         progress.ended_at = time.monotonic()
+                        self._learn(progress.plan, update.end)
                     elif news.finish_reason is None:
                         session.abort(request.id, choice)
                 yield update

@@ -45,7 +45,7 @@ async def front(files, *, with_worker=True, max_inflight=10):
         view.workers["d0"] = record(files, "d0", Role.DECODE, worker_address)
         view.workers["p0"] = record(files, "p0", Role.PREFILL, "127.0.0.1:1")
     sessions = Sessions(RPC, view.mark_gone)
-    dispatcher = Dispatcher(view, sessions, load_policy("prefix_load"), model, max_inflight)
+    dispatcher = Dispatcher(view, sessions, load_policy("predicted_time"), model, max_inflight)
     server = RpcServer(RPC, [])
     service = InferenceService(model, RequestParser(model, 1000), dispatcher, 30.0)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
