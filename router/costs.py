@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -94,8 +94,8 @@ class RecursiveFit:
 
         Σ age-weighted (x·(prior∘u) / predicted - y / predicted)² + ridge·|u - 1|²        u >= 0
 
-    Errors are relative, so that long and short observations count alike; one that is far off counts less (Huber). If
-    all observations are alike, the ridge keeps the prior's ratios.
+    Errors are relative, so that long and short observations count alike; one that is far off counts less (Huber).
+    Where observations are too alike to tell coefficients apart, they move as little as they have to.
     """
 
     def __init__(self, prior: tuple[float, ...], *, memory: int = 200, ridge: float = 0.05) -> None:
@@ -128,7 +128,7 @@ class RecursiveFit:
         size = len(self.prior)
         normal = self._normal + self._ridge * np.eye(size)
         target = self._target + self._ridge
-        best: _Vector = np.linalg.solve(normal, target)
+        best = np.linalg.solve(normal, target).astype(np.float64)
         return best if best.min() >= 0 else _non_negative(normal, target)
 
 
@@ -156,6 +156,14 @@ class _KindFit:
     @property
     def costs(self) -> WorkerCosts:
         return WorkerCosts(PrefillCost(*self.prefill.coefficients), DecodeCost(*self.decode.coefficients))
+
+
+def _above_zero(costs: WorkerCosts) -> WorkerCosts:
+    """Fit to be a prior, which only scales: a coefficient of 0 would stay 0 for ever."""
+    floor = prior_costs(1 / costs.prefill.token_s if costs.prefill.token_s else 0.0)
+    mine, least = ((*astuple(each.prefill), *astuple(each.decode)) for each in (costs, floor))
+    raised = [max(own, 0.1 * low) for own, low in zip(mine, least, strict=True)]
+    return WorkerCosts(PrefillCost(*raised[:3]), DecodeCost(*raised[3:]))
 
 
 _MAX_PAIRS = 4096
@@ -187,7 +195,9 @@ class FleetCosts:
         costs = self._costs[record.kind] = (fit or self._fleet).costs
         return costs
 
-    def observe(self, prefill: WorkerRecord | None, decode: WorkerRecord | None, end: worker_pb2.SequenceEnd) -> None:
+    def observe(
+        self, prefill: WorkerRecord | None, decode: WorkerRecord | None, end: worker_pb2.SequenceEnd
+    ) -> None:
         """Learn from one request's report. A worker that is gone by now teaches the fleet's costs alone."""
         if end.prefill_tokens and not end.failed_attempts:
             tokens, context = end.prefill_tokens, end.context_tokens
@@ -222,7 +232,7 @@ class FleetCosts:
         """Those that a report of this worker teaches."""
         if record is None:
             return [self._fleet]
-        fit = self._kinds.get(record.kind) or self._add_kind(record.kind, self._fleet.costs)
+        fit = self._kinds.get(record.kind) or self._add_kind(record.kind, _above_zero(self._fleet.costs))
         return [self._fleet, fit]
 
     def _add_kind(self, kind: str, prior: WorkerCosts) -> _KindFit:

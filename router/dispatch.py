@@ -23,6 +23,7 @@ from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
 from router.costs import FleetCosts
+from router.explain import explained
 from router.ledger import Charge, Ledger
 from router.policy.views import (
     NO_TARGETS,
@@ -66,6 +67,7 @@ class Progress:
     ended_at: float = 0.0
     num_output_tokens: int = 0
     plan: Plan | None = None
+    explanation: inference_pb2.RoutingPlan | None = None  # where asked for
 
 
 class Dispatcher:
@@ -97,7 +99,7 @@ class Dispatcher:
             raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
         self.num_inflight += 1
         try:
-            plan, start, session = await self._place(request)
+            plan, start, session = await self._place(request, progress)
             progress.plan, progress.planned_at = plan, time.monotonic()
             with self.ledger.charged(plan, len(request.token_ids)) as charge:
                 stream = session.start(start)
@@ -111,18 +113,27 @@ class Dispatcher:
         finally:
             self.num_inflight -= 1
 
-    async def _place(self, request: GenerationRequest) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession]:
+    def explain(self, request: GenerationRequest) -> inference_pb2.RoutingPlan:
+        """Where it would go now, and why. Nothing is run or charged."""
+        cluster, view = self._snapshot(request), self._request_view(request)
+        return explained(view, cluster, self._policy(view, cluster))
+
+    async def _place(
+        self, request: GenerationRequest, progress: Progress
+    ) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession]:
         """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again."""
         for _ in range(_MAX_DISPATCHES):
             self._num_requests += 1
             cluster = self._snapshot(request)
-            plan = self._policy(self._request_view(request), cluster)
+            view = self._request_view(request)
+            plan = self._policy(view, cluster)
             worker = plan.decode
             try:
                 session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
             except WorkerGone as error:
                 log.warning("decode worker unreachable", request_id=request.label, error=str(error))
                 continue
+            progress.explanation = explained(view, cluster, plan) if request.explain else None
             log.debug("planned", request_id=request.label, decode=worker.worker_id, reason=plan.reason)
             return plan, _start_message(request, plan, sources(plan, cluster)), session
         raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")

@@ -1,8 +1,8 @@
 """Predicted work per worker incarnation: charged when a plan is chosen, credited in a `finally`.
 
-    chosen ──▶ P: seconds and tokens of the prompt · D: a sequence and its tokens
-    first token ──▶ P owes nothing any more, however long it was predicted to take · D: each token that comes
-    over ──▶ nothing is left
+chosen ──▶ P: seconds and tokens of the prompt · D: a sequence and its tokens
+first token ──▶ P owes nothing any more, however long it was predicted to take · D: each token that comes
+over ──▶ nothing is left
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from router.policy.views import Plan
 class Account:
     """What one incarnation was sent and has not finished."""
 
-    prefills_s: dict[object, float] = field(default_factory=dict)  # predicted seconds, in the order of arrival
+    prefills_s: dict[object, float] = field(
+        default_factory=dict
+    )  # predicted seconds, in the order of arrival
     head_since_s: float = 0.0  # since when the first of them is computed
     pending_prefill_s: float = 0.0
     pending_prefill_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What others do, behind the same interface, to compare with. All see the same snapshot; ties fall at random, by the seed.
+"""What others do, behind the same interface, to compare with. Ties fall at random, by the request's seed.
 
 They choose the worker that prefills. The decode worker is, but for `random` and `round_robin`, the one whose pool will
 be the emptiest: least (active tokens + prompt) / capacity. Without prefill workers they choose the decode worker, which
@@ -64,7 +64,7 @@ def power_of_two(request: RequestView, cluster: ClusterView) -> Plan:
 
 
 def bounded_hash(request: RequestView, cluster: ClusterView) -> Plan:
-    """The prompt's beginning on a ring of workers; on to the next while q_w + 1 > 1.25 · mean(q + share of this one)."""
+    """The prompt's beginning on a ring of workers; on to the next while q_w + 1 > 1.25 · mean(q), this one in it."""
     pool = cluster.prefill or cluster.decode
     order = _ring_order(tuple(worker.worker_id for worker in pool), request.prefix_key)
     bound = _LOAD_BOUND * (sum(worker.num_requests for worker in pool) + 1) / len(pool)
@@ -78,7 +78,7 @@ def bounded_hash(request: RequestView, cluster: ClusterView) -> Plan:
 
 
 def cache_aware(request: RequestView, cluster: ClusterView) -> Plan:
-    """SGLang: if max q - min q > 32 and max q > 1.1 · min q: argmin q. Else, if max m_w / L > 0.5: that w. Else argmin q."""
+    """SGLang: argmin q if max q - min q > 32 and max q > 1.1 · min q; else the w of max m_w if m_w / L > 0.5; else that."""
     pool = cluster.prefill or cluster.decode
     loads = [worker.num_requests for worker in pool]
     unbalanced = max(loads) - min(loads) > _BALANCE_ABSOLUTE and max(loads) > _BALANCE_RELATIVE * min(loads)

@@ -6,11 +6,10 @@
 Where there are prefill workers, a decode worker prefills itself only if that saves a quarter of the cost, and 10 ms.
 Among plans within 3 % of the best one: the one that computes least anew (so that caches stay different from one
 another), then the one with the lighter workers, then any. If no plan keeps the ITL target, the one that misses
-the targets by the smallest factor. All terms are differences in seconds, so that a prefix which every worker has attracts
-nobody.
+the targets by the smallest factor. A prefix which every worker has makes no difference, and so attracts nobody.
 
-Prefill and decode workers are scored apart, and only the best few of each are combined. Of a large fleet, those with the
-longest prefixes and a random sample are scored: the best of 64 is as good as the best of 1,024.
+Prefill and decode workers are scored apart, and only the best few of each are combined. Of a large fleet, those with
+the longest prefixes and a random sample are scored: the best of 64 is nearly as good as the best of 1,024.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from router.policy.views import MAX_ALTERNATES, ClusterView, Plan, Prediction, R
 # A slow decode worker costs more than the first gap: it is felt in as many gaps as this.
 ITL_TOKENS = 8
 # What this prompt computes, those behind it wait for: it counts this much beside its own time.
-REUSE = 0.5
+REUSE = 1.0
 _NEAR = 0.03
 _LOCAL_GAIN = 0.25
 _LOCAL_GAIN_S = 0.01
@@ -72,7 +71,7 @@ def choose(request: RequestView, cluster: ClusterView) -> Plan:
 
 
 def _worthwhile(options: list[_Option]) -> list[_Option]:
-    """Without local prefills that gain too little over a hand-off to hold up the sequences which come to decode there."""
+    """Without local prefills that gain too little over a hand-off to hold up those who come to decode there."""
     remote_s = min((option.cost_s for option in options if option.prefill), default=math.inf)
     limit_s = min(remote_s * (1 - _LOCAL_GAIN), remote_s - _LOCAL_GAIN_S)
     return [option for option in options if option.prefill or option.cost_s <= limit_s]
@@ -116,9 +115,7 @@ def _best_prefill(
 def _best_decode(request: RequestView, workers: Sequence[WorkerView], random: Random) -> list[WorkerView]:
     """Those with the shortest steps, and the one that has most of the prompt: its transfer is the shortest."""
     candidates = _sample(workers, random)
-    best = nsmallest(
-        _SHORT_LIST, candidates, key=lambda worker: (step_s(request, worker), random.random())
-    )
+    best = nsmallest(_SHORT_LIST, candidates, key=lambda worker: (step_s(request, worker), random.random()))
     most = max(candidates, key=lambda worker: worker.cached_tokens)
     return best if most in best or not most.cached_tokens else [*best, most]
 

@@ -1,7 +1,7 @@
-"""How long a plan will take, term by term. Every policy's plan gets its prediction here; `predicted_time` chooses by it.
+"""How long a plan will take, term by term: for every policy's plan; `predicted_time` chooses by it.
 
-    TTFT = queue(P) + min(prefill of what P lacks, fetch from the best holder + prefill of the rest)
-    then the exposed part of the transfer to D, and D's inter-token latency with this sequence in its batch
+TTFT = queue(P) + min(prefill of what P lacks, fetch from the best holder + prefill of the rest)
+then the exposed part of the transfer to D, and D's inter-token latency with this sequence in its batch
 """
 
 from __future__ import annotations

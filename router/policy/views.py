@@ -32,7 +32,9 @@ class RequestView:
 _PRIOR = prior_costs(0)
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen, for one is made per worker and request; changed by nobody
+@dataclass(
+    slots=True, unsafe_hash=True
+)  # not frozen, for one is made per worker and request; changed by nobody
 class WorkerView:
     """One worker at this moment. Loads are the router's own ledger: counted at selection, not when metrics arrive."""
 
@@ -45,7 +47,9 @@ class WorkerView:
     queue_s: float = 0.0  # predicted time until it has computed the prompts that it was sent
     pending_prefill_tokens: int = 0  # of them
     num_requests: int = 0  # that it computes or decodes for this router
-    active_sequences: int = 0  # of the requests that it decodes for this router, those still prefilled included
+    active_sequences: int = (
+        0  # of the requests that it decodes for this router, those still prefilled included
+    )
     active_tokens: int = 0  # of these
     costs: WorkerCosts = _PRIOR
 

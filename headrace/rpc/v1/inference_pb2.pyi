@@ -148,8 +148,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hand_off: _Optional[_Union[HandOff, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., choice: _Optional[int] = ..., plan: _Optional[_Union[RoutingPlan, _Mapping]] = ...) -> None: ...
 
 class RoutingPlan(_message.Message):
-    __slots__ = ("policy", "decode_worker", "prefill_workers", "reason", "prediction", "prefill_candidates", "decode_candidates", "prompt_tokens", "ttft_target_s", "itl_target_s")
-    POLICY_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("decode_worker", "prefill_workers", "reason", "prediction", "prefill_candidates", "decode_candidates", "prompt_tokens", "ttft_target_s", "itl_target_s")
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -159,7 +158,6 @@ class RoutingPlan(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTFT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     ITL_TARGET_S_FIELD_NUMBER: _ClassVar[int]
-    policy: str
     decode_worker: str
     prefill_workers: _containers.RepeatedScalarFieldContainer[str]
     reason: str
@@ -169,7 +167,7 @@ class RoutingPlan(_message.Message):
     prompt_tokens: int
     ttft_target_s: float
     itl_target_s: float
-    def __init__(self, policy: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., prediction: _Optional[_Union[WorkerPrediction, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[WorkerPrediction, _Mapping]]] = ..., decode_candidates: _Optional[_Iterable[_Union[WorkerPrediction, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., ttft_target_s: _Optional[float] = ..., itl_target_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, decode_worker: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., prediction: _Optional[_Union[WorkerPrediction, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[WorkerPrediction, _Mapping]]] = ..., decode_candidates: _Optional[_Iterable[_Union[WorkerPrediction, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., ttft_target_s: _Optional[float] = ..., itl_target_s: _Optional[float] = ...) -> None: ...
 
 class WorkerPrediction(_message.Message):
     __slots__ = ("worker", "queue_s", "prefill_s", "fetch_s", "time_to_first_token_s", "transfer_s", "exposed_transfer_s", "inter_token_s", "cached_tokens", "fetched_tokens")

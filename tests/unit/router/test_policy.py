@@ -107,7 +107,9 @@ def test_equal_workers_share_the_requests(name):
 
 
 def test_an_unknown_policy_is_named_with_the_known_ones():
-    with pytest.raises(InvalidRequest, match=r"router\.policy.*'fastest'.*predicted_time, random, round_robin"):
+    with pytest.raises(
+        InvalidRequest, match=r"router\.policy.*'fastest'.*predicted_time, random, round_robin"
+    ):
         load_policy("fastest")
 
 
@@ -263,7 +265,10 @@ def test_bounded_hash_stays_with_the_prefix_until_the_load_is_above_the_bound():
 def test_the_emptiest_pool_decodes():
     view = cluster(
         workers("p", 1),
-        [worker("d0", active_tokens=300, capacity_tokens=1000), worker("d1", active_tokens=400, capacity_tokens=4000)],
+        [
+            worker("d0", active_tokens=300, capacity_tokens=1000),
+            worker("d1", active_tokens=400, capacity_tokens=4000),
+        ],
     )
     for name in sorted(set(POLICIES) - {"predicted_time", "random", "round_robin"}):
         assert load_policy(name)(RequestView(10, seed=1), view).decode.worker_id == "d1", name
