@@ -78,7 +78,7 @@ def bounded_hash(request: RequestView, cluster: ClusterView) -> Plan:
 
 
 def cache_aware(request: RequestView, cluster: ClusterView) -> Plan:
-    """SGLang: argmin q if max q - min q > 32 and max q > 1.1 · min q; else the w of max m_w if m_w / L > 0.5; else that."""
+    """SGLang: argmin q if max q - min q > 32 and max q > 1.1 · min q; else max m_w if m_w / L > 0.5; else argmin q."""
     pool = cluster.prefill or cluster.decode
     loads = [worker.num_requests for worker in pool]
     unbalanced = max(loads) - min(loads) > _BALANCE_ABSOLUTE and max(loads) > _BALANCE_RELATIVE * min(loads)
