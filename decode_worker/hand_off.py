@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import structlog
 
+from decode_worker.pace import DecodeBatch, Pace
 from decode_worker.session import HandOffReport
 from headrace.clock import Deadline
 from headrace.engine.sequence import Event, Failed, Reserved, Sequence
@@ -44,6 +45,7 @@ class DecodeContext:
     root_digest: Callable[[str], bytes]
     eos_token_ids: frozenset[int]
     block_size_tokens: int
+    batch: DecodeBatch = field(default_factory=DecodeBatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class PrefillTask:
     cache_salt: str
     deadline: Deadline
     sources: list[worker_pb2.Source]
+    pace: Pace  # told when it is asked for and when it starts
 
 
 class HandOff:
@@ -142,6 +145,7 @@ class HandOff:
         """Read the prefill worker's stream to the first token of each choice."""
         peer = reads.peer
         self._asked = True
+        self._task.pace.asked()
         missing = set(self._task.sequence.choices)
         call = peer.stub.Prefill(self._request(reads), timeout=self._task.deadline.remaining_s())
         try:
@@ -149,6 +153,7 @@ class HandOff:
                 kind = event.WhichOneof("event")
                 if kind == "started":
                     self.report.cached_tokens = event.started.cached_tokens
+                    self._task.pace.started(event.started.cached_tokens)
                     self._started.set()
                 elif kind == "blocks_ready":
                     self._note(reads, event.blocks_ready)

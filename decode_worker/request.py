@@ -18,6 +18,7 @@ from contextlib import ExitStack
 import structlog
 
 from decode_worker.hand_off import DecodeContext, HandOff, PrefillTask, is_worth_retrying
+from decode_worker.pace import Pace
 from decode_worker.session import End, HandOffReport, Session
 from headrace.block_hash import extend
 from headrace.clock import Deadline
@@ -44,6 +45,7 @@ class Request:
         self._sequence_ids: list[str] = []  # of the attempt under way
         self._root = context.root_digest(start.cache_salt)
         self._report = HandOffReport()
+        self._pace = Pace(context.batch, len(start.token_ids) + len(start.delivered_token_ids))
         self._num_failed_attempts = 0
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -66,7 +68,8 @@ class Request:
             log.exception("request failed", request_id=self._start.request_id)
         finally:
             self._report.failed_attempts = self._num_failed_attempts
-            self._session.add_end(self._start.request_id, end, self._report)
+            self._pace.close()
+            self._session.add_end(self._start.request_id, end, self._report, self._pace.times)
             self._session.flush()
 
     def abort_choice(self, choice: int) -> None:
@@ -103,7 +106,9 @@ class Request:
     async def _through(self, ref: worker_pb2.PeerRef) -> None:
         """Answer with the prompt computed by `ref`. Raises _AttemptFailed when something else is worth trying."""
         [sequence] = self._new_sequences()
-        task = PrefillTask(sequence, self._start.cache_salt, self._deadline, list(self._start.sources))
+        task = PrefillTask(
+            sequence, self._start.cache_salt, self._deadline, list(self._start.sources), self._pace
+        )
         hand_off = HandOff(self._context, ref, task)
 
         def on_event(event: Event) -> None:
@@ -124,6 +129,7 @@ class Request:
         sequences = self._new_sequences()
         if not self._num_failed_attempts:  # what named the sources may be what failed
             await self._fetch_prefix()
+        self._pace.asked()
         with ExitStack() as subscriptions:
             for sequence in sequences:
                 subscriptions.enter_context(self._context.engine.subscribed(sequence.id, self._on_event))
@@ -203,6 +209,7 @@ class Request:
                 self._deliver(event.choice, event.token_id, logprobs, event.finish_reason)
             case Started() if event.sequence_id == self._sequence_ids[0]:
                 self._report.cached_tokens = event.num_cached_tokens
+                self._pace.started(event.num_cached_tokens)
             case Failed() if not self._finished.done():
                 self._finished.set_exception(event.error)
             case _:
@@ -218,6 +225,7 @@ class Request:
         if choice in self._over:
             return  # aborted while the step ran
         self._outputs[choice].append(token_id)
+        self._pace.token(choice)
         self._session.add_token(self._start.request_id, choice, token_id, logprobs)
         if reason is not None:
             self._session.add_choice_end(self._start.request_id, choice, reason)
@@ -225,6 +233,7 @@ class Request:
 
     def _end_choice(self, choice: int) -> None:
         self._over.add(choice)
+        self._pace.choice_over(choice)
         if len(self._over) == self._num_choices and not self._finished.done():
             self._finished.set_result(None)
 

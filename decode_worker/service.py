@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import structlog
 
 from decode_worker.hand_off import DecodeContext
+from decode_worker.pace import Times
 from decode_worker.request import Request
 from decode_worker.session import End, HandOffReport, Session
 from headrace.errors import Code
@@ -70,7 +71,7 @@ class DecodeWorker:
                 error_code=Code.ALREADY_EXISTS, error_message=f"request {start.request_id} is running"
             )
         if refusal is not None:
-            session.add_end(start.request_id, refusal, HandOffReport())
+            session.add_end(start.request_id, refusal, HandOffReport(), Times())
             session.flush()
             return
         request = Request(self._context, start, session)

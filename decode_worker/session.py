@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from decode_worker.pace import Times
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason
 
@@ -88,7 +89,7 @@ class Session:
     def add_choice_end(self, request_id: str, choice: int, reason: FinishReason) -> None:
         self._news(request_id).of(choice).finish_reason = reason
 
-    def add_end(self, request_id: str, end: End, report: HandOffReport) -> None:
+    def add_end(self, request_id: str, end: End, report: HandOffReport, times: Times) -> None:
         self._news(request_id).end = worker_pb2.SequenceEnd(
             error_code=end.error_code,
             error_message=end.error_message,
@@ -99,6 +100,14 @@ class Session:
             transfer_s=report.transfer_s,
             transport=self._transport,
             failed_attempts=report.failed_attempts,
+            queue_s=times.queue_s,
+            prefill_s=times.prefill_s,
+            prefill_tokens=times.prefill_tokens,
+            context_tokens=times.context_tokens,
+            decode_s=times.decode_s,
+            decode_tokens=times.decode_tokens,
+            mean_batch=times.mean_batch,
+            mean_batch_context_tokens=times.mean_batch_context_tokens,
         )
 
     def flush(self) -> None:

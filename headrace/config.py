@@ -162,7 +162,17 @@ class TelemetrySettings(_Section):
 class RouterSettings(_Section):
     """Front door and routing."""
 
-    policy: str = "prefix_load"
+    policy: str = Field(
+        default="predicted_time", description="how workers are chosen; router/policy lists the names"
+    )
+    ttft_target_s: Seconds = Field(
+        default=2.0,
+        description="time to first token that answers should keep; weighed when not all targets can be kept",
+    )
+    itl_target_s: Seconds = Field(
+        default=0.1,
+        description="inter-token latency: a worker that would exceed it gets no more sequences than it must",
+    )
     max_prompt_bytes: Positive = 16 << 20
     max_inflight_requests: Positive = 1024
     default_timeout_s: Seconds = Field(

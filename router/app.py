@@ -20,6 +20,7 @@ from headrace.tokenizer import load_tokenizer
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.policy import load_policy
+from router.policy.views import Targets
 from router.requests import RequestParser, ServedModel
 from router.service import InferenceService
 from router.sessions import Sessions

@@ -22,9 +22,20 @@ from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
+from router.costs import FleetCosts
+from router.explain import explained
 from router.ledger import Charge, Ledger
 from router.metrics import RouterMetrics
-from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView, sources
+from router.policy.views import (
+    NO_TARGETS,
+    ClusterView,
+    Plan,
+    Policy,
+    RequestView,
+    Targets,
+    WorkerView,
+    sources,
+)
 from router.requests import GenerationRequest, ServedModel
 from router.sessions import AnswerStream, ChoiceDelta, Delta, Sessions, WorkerSession
 
@@ -32,6 +43,7 @@ log = structlog.get_logger()
 
 _MAX_DISPATCHES = 3  # decode workers tried before the first token
 _ABORT_TIMEOUT_S = 2.0
+_PREFIX_KEY_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -56,6 +68,7 @@ class Progress:
     ended_at: float = 0.0
     num_output_tokens: int = 0
     plan: Plan | None = None
+    explanation: inference_pb2.RoutingPlan | None = None  # where asked for
 
 
 class Dispatcher:
@@ -71,6 +84,7 @@ class Dispatcher:
         metrics: RouterMetrics | None = None,
     ) -> None:
         self.ledger = Ledger()
+        self.costs = FleetCosts()
         self.num_inflight = 0
         self._metrics = metrics or RouterMetrics()
         self._view = view
@@ -86,7 +100,7 @@ class Dispatcher:
             raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
         self.num_inflight += 1
         try:
-            plan, start, session, hashes = await self._place(request)
+            plan, start, session, hashes = await self._place(request, progress)
             progress.plan, progress.planned_at = plan, time.monotonic()
             with self.ledger.charged(plan, len(request.token_ids)) as charge:
                 stream = session.start(start)
@@ -102,8 +116,13 @@ class Dispatcher:
         finally:
             self.num_inflight -= 1
 
+    def explain(self, request: GenerationRequest) -> inference_pb2.RoutingPlan:
+        """Where it would go now, and why. Nothing is run or charged."""
+        plan, cluster, _ = self.decide(request)
+        return explained(self._request_view(request), cluster, plan)
+
     async def _place(
-        self, request: GenerationRequest
+        self, request: GenerationRequest, progress: Progress
     ) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession, Sequence[bytes]]:
         """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again.
 
@@ -113,6 +132,8 @@ class Dispatcher:
             started = time.perf_counter()
             plan, cluster, hashes = self.decide(request)
             self._metrics.decision_seconds.observe(time.perf_counter() - started)
+            if request.explain:
+                progress.explanation = explained(self._request_view(request), cluster, plan)
             self._assume(plan, hashes)  # at once: other requests are planned while this one is sent
             worker = plan.decode
             try:
@@ -121,7 +142,7 @@ class Dispatcher:
                 log.warning("decode worker unreachable", request_id=request.label, error=str(error))
                 self._forget_assumed(plan, hashes)
                 continue
-            log.debug("planned", request_id=request.label, plan=plan.explanation)
+            log.debug("planned", request_id=request.label, decode=worker.worker_id, reason=plan.reason)
             return plan, _start_message(request, plan, sources(plan, cluster)), session, hashes
         raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")
 
@@ -134,7 +155,15 @@ class Dispatcher:
         """
         self._num_requests += 1
         cluster, hashes = self._snapshot(request, hashes)
-        return self._policy(RequestView(len(request.token_ids), self._num_requests), cluster), cluster, hashes
+        return self._policy(self._request_view(request), cluster), cluster, hashes
+
+    def _request_view(self, request: GenerationRequest) -> RequestView:
+        return RequestView(
+            num_prompt_tokens=len(request.token_ids),
+            seed=self._num_requests,
+            prefix_key=hash(tuple(request.token_ids[:_PREFIX_KEY_TOKENS])),
+            targets=NO_TARGETS,
+        )
 
     def _assume(self, plan: Plan, hashes: Sequence[bytes]) -> None:
         for worker in (*plan.prefill[:1], plan.decode):
@@ -166,8 +195,9 @@ class Dispatcher:
             hashes = self._hashes(request, block_size, kv_dtype)
         # A worker computes one token at least, so a last block that ends the prompt does not count.
         matched = self._view.match(hashes[: (len(request.token_ids) - 1) // block_size])
+        now_s = self.ledger.clock.now()
         peers = [
-            (record, self._worker_view(record, matched.get(record.worker_id)))
+            (record, self._worker_view(record, matched.get(record.worker_id), now_s))
             for record in records
             if _layout(record) == layout
         ]
@@ -179,6 +209,8 @@ class Dispatcher:
             prefill=tuple(view for role, view in serving if role == Role.PREFILL),
             decode=decode,
             holders=tuple(view for _, view in peers if view.reported_tokens),
+            token_bytes=max(record.block_bytes for record, _ in peers) / block_size,
+            transfer=self.costs.transfer,
         )
         return cluster, hashes
 
@@ -190,7 +222,8 @@ class Dispatcher:
         )
         return block_hashes(root, request.token_ids)
 
-    def _worker_view(self, record: WorkerRecord, match: Match | None) -> WorkerView:
+    def _worker_view(self, record: WorkerRecord, match: Match | None, now_s: float) -> WorkerView:
+        account = self.ledger.of(record.incarnation)
         return WorkerView(
             worker_id=record.worker_id,
             incarnation=record.incarnation,
@@ -198,10 +231,20 @@ class Dispatcher:
             cached_tokens=match.num_blocks * record.block_size_tokens if match else 0,
             assumed_tokens=match.num_assumed_blocks * record.block_size_tokens if match else 0,
             block_size_tokens=record.block_size_tokens,
-            pending_prefill_tokens=self.ledger.pending_prefill_tokens[record.incarnation],
-            active_tokens=self.ledger.active_tokens[record.incarnation],
             capacity_tokens=record.num_blocks * record.block_size_tokens,
+            queue_s=account.queue_s(now_s),
+            pending_prefill_tokens=account.pending_prefill_tokens,
+            num_requests=account.num_requests,
+            active_sequences=account.active_sequences,
+            active_tokens=account.active_tokens,
+            costs=self.costs.of(record),
         )
+
+    def _learn(self, plan: Plan | None, end: worker_pb2.SequenceEnd) -> None:
+        """What the request's report tells of its workers' speed."""
+        if plan is not None:
+            workers, decode = self._view.workers, plan.decode.worker_id
+            self.costs.observe(workers.get(end.prefill_worker or decode), workers.get(decode), end)
 
     async def _updates(
         self,
@@ -232,6 +275,7 @@ class Dispatcher:
                         update.end = delta.end or await _aborted(session, stream)
                         self._note_prediction(progress.plan, update.end)
                         progress.ended_at = time.monotonic()
+                        self._learn(progress.plan, update.end)
                     elif news.finish_reason is None:
                         session.abort(request.id, choice)
                 yield update

@@ -1,12 +1,55 @@
-"""Predicted work per worker incarnation: charged when a plan is chosen, credited in a `finally`."""
+"""Predicted work per worker incarnation: charged when a plan is chosen, credited in a `finally`.
+
+chosen ──▶ P: seconds and tokens of the prompt · D: a sequence and its tokens
+first token ──▶ P owes nothing any more, however long it was predicted to take · D: each token that comes
+over ──▶ nothing is left
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+from headrace.clock import Clock, SystemClock
 from router.policy.views import Plan
+
+
+@dataclass(slots=True)
+class Account:
+    """What one incarnation was sent and has not finished."""
+
+    prefills_s: dict[object, float] = field(
+        default_factory=dict
+    )  # predicted seconds, in the order of arrival
+    head_since_s: float = 0.0  # since when the first of them is computed
+    pending_prefill_s: float = 0.0
+    pending_prefill_tokens: int = 0
+    active_sequences: int = 0
+    active_tokens: int = 0
+    num_requests: int = 0
+
+    def queue_s(self, now_s: float) -> float:
+        """Predicted time until all of it is prefilled. What has run longer than predicted counts as nearly over."""
+        if not self.prefills_s:
+            return 0.0
+        head_s = next(iter(self.prefills_s.values()))
+        return max(0.0, self.pending_prefill_s - min(head_s, now_s - self.head_since_s))
+
+    def add_prefill(self, key: object, seconds: float, num_tokens: int, now_s: float) -> None:
+        if not self.prefills_s:
+            self.head_since_s = now_s
+            self.pending_prefill_s = 0.0  # rounding errors do not pile up
+        self.prefills_s[key] = seconds
+        self.pending_prefill_s += seconds
+        self.pending_prefill_tokens += num_tokens
+
+    def end_prefill(self, key: object, num_tokens: int, now_s: float) -> None:
+        """The next one is computed from now on, or goes on if the one that ended was not the first."""
+        if next(iter(self.prefills_s)) is key:
+            self.head_since_s = now_s
+        self.pending_prefill_s -= self.prefills_s.pop(key)
+        self.pending_prefill_tokens -= num_tokens
 
 
 class Charge:
@@ -16,38 +59,72 @@ class Charge:
         self._ledger = ledger
         self._prefill = (plan.prefill[0] if plan.prefill else plan.decode).incarnation
         self._decode = plan.decode.incarnation
-        self._prefill_tokens = num_prompt_tokens - plan.predicted_cached_tokens
+        known = plan.prediction.cached_tokens + plan.prediction.fetched_tokens
+        self._prefill_tokens = max(0, num_prompt_tokens - known)
         self._active_tokens = num_prompt_tokens
-        ledger.pending_prefill_tokens[self._prefill] += self._prefill_tokens
-        ledger.active_tokens[self._decode] += self._active_tokens
+        self._is_prefilled = False
+        seconds = plan.prediction.prefill_s + plan.prediction.fetch_s
+        account = ledger.account(self._prefill)
+        account.add_prefill(self, seconds, self._prefill_tokens, ledger.clock.now())
+        account.num_requests += 1
+        decode = ledger.account(self._decode)
+        decode.active_tokens += num_prompt_tokens
+        decode.active_sequences += 1
+        decode.num_requests += self._decode != self._prefill
 
     def prefilled(self) -> None:
         """The first token is here: nothing of the prompt is pending any more."""
-        self._ledger.pending_prefill_tokens[self._prefill] -= self._prefill_tokens
-        self._prefill_tokens = 0
+        if self._is_prefilled:
+            return
+        self._is_prefilled = True
+        account = self._ledger.accounts[self._prefill]
+        account.end_prefill(self, self._prefill_tokens, self._ledger.clock.now())
+        if self._prefill != self._decode:
+            account.num_requests -= 1
+            self._ledger.tidy(self._prefill)
 
     def generated(self, num_tokens: int) -> None:
-        self._ledger.active_tokens[self._decode] += num_tokens
+        self._ledger.accounts[self._decode].active_tokens += num_tokens
         self._active_tokens += num_tokens
 
     def close(self) -> None:
         self.prefilled()
-        self._ledger.active_tokens[self._decode] -= self._active_tokens
-        self._active_tokens = 0
-        for counter, key in (
-            (self._ledger.pending_prefill_tokens, self._prefill),
-            (self._ledger.active_tokens, self._decode),
-        ):
-            if counter[key] == 0:
-                del counter[key]  # workers come and go; their incarnations must not pile up
+        account = self._ledger.accounts[self._decode]
+        account.active_tokens -= self._active_tokens
+        account.active_sequences -= 1
+        account.num_requests -= 1
+        self._ledger.tidy(self._decode)
+
+
+_NOTHING = Account()
 
 
 class Ledger:
-    """Counters by incarnation. Exactly empty when nothing is in flight."""
+    """Accounts by incarnation. Exactly empty when nothing is in flight."""
 
-    def __init__(self) -> None:
-        self.pending_prefill_tokens: Counter[str] = Counter()
-        self.active_tokens: Counter[str] = Counter()
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
+        self.accounts: dict[str, Account] = {}
+
+    def of(self, incarnation: str) -> Account:
+        """To be read only."""
+        return self.accounts.get(incarnation, _NOTHING)
+
+    def account(self, incarnation: str) -> Account:
+        return self.accounts.setdefault(incarnation, Account())
+
+    def tidy(self, incarnation: str) -> None:
+        """Workers come and go; their accounts must not pile up."""
+        if not self.accounts[incarnation].num_requests:
+            del self.accounts[incarnation]
+
+    @property
+    def pending_prefill_tokens(self) -> dict[str, int]:
+        return {key: a.pending_prefill_tokens for key, a in self.accounts.items() if a.pending_prefill_tokens}
+
+    @property
+    def active_tokens(self) -> dict[str, int]:
+        return {key: account.active_tokens for key, account in self.accounts.items() if account.active_tokens}
 
     @contextmanager
     def charged(self, plan: Plan, num_prompt_tokens: int) -> Generator[Charge]:

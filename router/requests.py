@@ -40,6 +40,7 @@ class GenerationRequest:
     open_ended: bool  # the caller set no max_tokens: up to whatever limit is met first
     cache_salt: str
     timeout_s: float
+    explain: bool = False  # the first response says where the request was sent, and why
 
 
 class RequestParser:
@@ -64,6 +65,7 @@ class RequestParser:
             open_ended=not message.sampling.HasField("max_tokens"),
             cache_salt="",
             timeout_s=timeout_s,
+            explain=message.explain,
         )
 
     async def tokenize(self, message: inference_pb2.TokenizeRequest) -> list[int]:

@@ -42,7 +42,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         outcome = "cancelled"
         try:
             async for update in self._dispatcher.generate(parsed, progress):
-                yield _response(parsed, update, progress)
+                response = _response(parsed, update, progress)
+                if progress.explanation is not None:
+                    response.plan.CopyFrom(progress.explanation)
+                    progress.explanation = None
+                yield response
             outcome = "ok"
         except HeadraceError as error:
             outcome = error.code
@@ -59,6 +63,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """What is left of the client's deadline; the default, if it set none."""
         remaining_s = cast("float | None", context.time_remaining())
         return self._default_timeout_s if remaining_s is None else remaining_s
+
+    async def Explain(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.RoutingPlan:
+        return self._dispatcher.explain(await self._parser.generation(request, self._timeout_s(context)))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -147,6 +147,23 @@ def generate(
 
 
 @app.command()
+def explain(
+    prompt: Annotated[str, typer.Argument(help="The question; with --raw, text to be continued.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
+    address: AddressOption = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Show where the router would send a prompt now, and why. Nothing is generated."""
+    from headrace.cli.explain import plan_report
+
+    with Client(router_address(address, settings_from(config, assignments))) as client:
+        client.wait_until_reachable()
+        question = prompt if raw else [ChatMessage(role="user", content=prompt)]
+        output.print(plan_report(client.explain(question)), highlight=False)
+
+
+@app.command()
 def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     max_tokens: MaxTokensOption = None,

@@ -14,6 +14,7 @@ from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.tokenizer import ChatMessage
 
 _READY_TIMEOUT_S = 10.0
+_EXPLAIN_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
@@ -65,13 +66,7 @@ class Client:
         timeout_s: float,
     ) -> Iterator[str]:
         """Pieces of text as they come; `answer` fills up meanwhile. Raises HeadraceError."""
-        request = inference_pb2.GenerateRequest(sampling=sampling)
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.chat.messages.extend(
-                inference_pb2.ChatMessage(role=message.role, content=message.content) for message in prompt
-            )
+        request = _request(prompt, sampling)
         sent_at = time.monotonic()
         try:
             for response in self._stub.Generate(request, timeout=timeout_s):
@@ -83,6 +78,28 @@ class Client:
                 yield response.text
         except grpc.RpcError as error:
             raise _translated(error) from None
+
+    def explain(self, prompt: str | Sequence[ChatMessage]) -> inference_pb2.RoutingPlan:
+        """Where the router would send it now, and why. Raises HeadraceError."""
+        try:
+            return self._stub.Explain(
+                _request(prompt, inference_pb2.SamplingParams()), timeout=_EXPLAIN_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            raise _translated(error) from None
+
+
+def _request(
+    prompt: str | Sequence[ChatMessage], sampling: inference_pb2.SamplingParams
+) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(sampling=sampling)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.chat.messages.extend(
+            inference_pb2.ChatMessage(role=message.role, content=message.content) for message in prompt
+        )
+    return request
 
 
 def _translated(error: grpc.RpcError) -> HeadraceError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -323,6 +324,12 @@ class WorkerProcess:
     def _publish_blocks(self, stored: dict[bytes, Tier], removed: list[bytes]) -> None:
         self._publisher.add(stored, removed)
 
+    def _kind(self) -> str:
+        """Of workers that are equally fast."""
+        engine = self._settings.engine
+        num_threads = engine.num_threads or len(os.sched_getaffinity(0))
+        return f"{platform.machine()} x{num_threads} {engine.backend} {self._cache.dtype_name}"
+
     def _record(self) -> WorkerRecord:
         load = self._core.load()  # plain counters: a torn read is only a stale figure
         return WorkerRecord(
@@ -346,7 +353,10 @@ class WorkerProcess:
                 waiting_tokens=load.waiting_tokens,
                 free_blocks=load.free_blocks,
                 cached_blocks=load.cached_blocks,
+                prefill_tokens_per_s=load.prefill_tokens_per_s,
             ),
+            block_bytes=self._cache.block_bytes,
+            kind=self._kind(),
         )
 
     async def _status(self) -> worker_pb2.StatusResponse:

@@ -41,6 +41,7 @@ class WorkerLoad:
     waiting_tokens: _Count
     free_blocks: _Count
     cached_blocks: _Count
+    prefill_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0  # measured lately; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class WorkerRecord:
     transport: str
     draining: bool
     load: WorkerLoad
+    block_bytes: _Count = 0  # of one KV block; 0: an older worker that does not say
+    kind: str = ""  # what it computes with; workers of one kind are as fast as one another
 
 
 class EventKind(StrEnum):

@@ -24,6 +24,18 @@ def reference(settings):
     return run
 
 
+def _assert_timed(answer):
+    """The report tells what the parts took, whoever prefilled."""
+    end = answer.end
+    assert end.prefill_tokens + end.context_tokens == len(PROMPT)
+    assert end.prefill_s > 0
+    assert end.queue_s >= 0
+    assert end.decode_s > 0
+    assert end.decode_tokens == len(answer.token_ids) - 2
+    assert end.mean_batch == pytest.approx(1)
+    assert len(PROMPT) < end.mean_batch_context_tokens < len(PROMPT) + len(answer.token_ids)
+
+
 async def test_the_same_tokens_through_a_hand_off(settings, reference):
     expected = await reference(PROMPT)
     async with workers(settings, P, D) as [p, d], session_with(d) as session:
@@ -32,6 +44,10 @@ async def test_the_same_tokens_through_a_hand_off(settings, reference):
         assert answer.end.prefill_worker == p.worker_id
         assert answer.end.blocks_moved == -(-len(PROMPT) // BLOCK_SIZE)
         assert (await d.status()).prefill_tokens == 0
+        _assert_timed(answer)
+        again = await session.answer(PROMPT, request_id="again")  # from its own cache
+        _assert_timed(again)
+        assert again.end.context_tokens == again.end.cached_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,22 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "chat", "token_ids", "sampling")
+    __slots__ = ("request_id", "model", "text", "chat", "token_ids", "sampling", "explain")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
     chat: Chat
     token_ids: TokenIds
     sampling: SamplingParams
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    explain: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., explain: _Optional[bool] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages",)
@@ -122,7 +124,7 @@ class Choices(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "timings", "hand_off", "logprobs", "choice")
+    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "timings", "hand_off", "logprobs", "choice", "plan")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +134,7 @@ class GenerateResponse(_message.Message):
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -141,7 +144,54 @@ class GenerateResponse(_message.Message):
     hand_off: HandOff
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     choice: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hand_off: _Optional[_Union[HandOff, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., choice: _Optional[int] = ...) -> None: ...
+    plan: RoutingPlan
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hand_off: _Optional[_Union[HandOff, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., choice: _Optional[int] = ..., plan: _Optional[_Union[RoutingPlan, _Mapping]] = ...) -> None: ...
+
+class RoutingPlan(_message.Message):
+    __slots__ = ("decode_worker", "prefill_workers", "reason", "prediction", "prefill_candidates", "decode_candidates", "prompt_tokens", "ttft_target_s", "itl_target_s")
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    decode_worker: str
+    prefill_workers: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    prediction: WorkerPrediction
+    prefill_candidates: _containers.RepeatedCompositeFieldContainer[WorkerPrediction]
+    decode_candidates: _containers.RepeatedCompositeFieldContainer[WorkerPrediction]
+    prompt_tokens: int
+    ttft_target_s: float
+    itl_target_s: float
+    def __init__(self, decode_worker: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., prediction: _Optional[_Union[WorkerPrediction, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[WorkerPrediction, _Mapping]]] = ..., decode_candidates: _Optional[_Iterable[_Union[WorkerPrediction, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., ttft_target_s: _Optional[float] = ..., itl_target_s: _Optional[float] = ...) -> None: ...
+
+class WorkerPrediction(_message.Message):
+    __slots__ = ("worker", "queue_s", "prefill_s", "fetch_s", "time_to_first_token_s", "transfer_s", "exposed_transfer_s", "inter_token_s", "cached_tokens", "fetched_tokens")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    queue_s: float
+    prefill_s: float
+    fetch_s: float
+    time_to_first_token_s: float
+    transfer_s: float
+    exposed_transfer_s: float
+    inter_token_s: float
+    cached_tokens: int
+    fetched_tokens: int
+    def __init__(self, worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., time_to_first_token_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., inter_token_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")

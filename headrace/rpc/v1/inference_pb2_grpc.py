@@ -50,6 +50,11 @@ class InferenceStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/headrace.v1.Inference/Explain',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.RoutingPlan.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -78,6 +83,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where Generate would send this request now, and why. Nothing is run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.RoutingPlan.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class Inference:
             '/headrace.v1.Inference/Tokenize',
             headrace_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Inference/Explain',
+            headrace_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.RoutingPlan.FromString,
             options,
             channel_credentials,
             insecure,

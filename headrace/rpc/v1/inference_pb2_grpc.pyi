@@ -24,6 +24,8 @@ class InferenceStub:
     """The models that this deployment serves."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Token ids of a text or chat, exactly as Generate would see them."""
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.RoutingPlan]
+    """Where Generate would send this request now, and why. Nothing is run."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation by the served models."""
@@ -53,5 +55,13 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.TokenizeRequest, _abc.Awaitable[_inference_pb2.TokenizeResponse]],
     ) -> _abc.Awaitable[_inference_pb2.TokenizeResponse]:
         """Token ids of a text or chat, exactly as Generate would see them."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.GenerateRequest,
+        context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.Awaitable[_inference_pb2.RoutingPlan]],
+    ) -> _abc.Awaitable[_inference_pb2.RoutingPlan]:
+        """Where Generate would send this request now, and why. Nothing is run."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _aio.Server) -> None: ...

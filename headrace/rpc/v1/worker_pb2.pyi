@@ -133,7 +133,7 @@ class SequenceDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., choice: _Optional[int] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class SequenceEnd(_message.Message):
-    __slots__ = ("error_code", "error_message", "cached_tokens", "prefill_worker", "blocks_moved", "bytes_moved", "transfer_s", "transport", "failed_attempts")
+    __slots__ = ("error_code", "error_message", "cached_tokens", "prefill_worker", "blocks_moved", "bytes_moved", "transfer_s", "transport", "failed_attempts", "queue_s", "prefill_s", "prefill_tokens", "context_tokens", "decode_s", "decode_tokens", "mean_batch", "mean_batch_context_tokens")
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,14 @@ class SequenceEnd(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     FAILED_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_BATCH_FIELD_NUMBER: _ClassVar[int]
+    MEAN_BATCH_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     error_code: str
     error_message: str
     cached_tokens: int
@@ -152,7 +160,15 @@ class SequenceEnd(_message.Message):
     transfer_s: float
     transport: str
     failed_attempts: int
-    def __init__(self, error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transport: _Optional[str] = ..., failed_attempts: _Optional[int] = ...) -> None: ...
+    queue_s: float
+    prefill_s: float
+    prefill_tokens: int
+    context_tokens: int
+    decode_s: float
+    decode_tokens: int
+    mean_batch: float
+    mean_batch_context_tokens: float
+    def __init__(self, error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transport: _Optional[str] = ..., failed_attempts: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., decode_s: _Optional[float] = ..., decode_tokens: _Optional[int] = ..., mean_batch: _Optional[float] = ..., mean_batch_context_tokens: _Optional[float] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -45,7 +45,7 @@ async def front(files, *, with_worker=True, max_inflight=10):
         view.workers["d0"] = record(files, "d0", Role.DECODE, worker_address)
         view.workers["p0"] = record(files, "p0", Role.PREFILL, "127.0.0.1:1")
     sessions = Sessions(RPC, view.mark_gone)
-    dispatcher = Dispatcher(view, sessions, load_policy("prefix_load"), model, max_inflight)
+    dispatcher = Dispatcher(view, sessions, load_policy("predicted_time"), model, max_inflight)
     server = RpcServer(RPC, [])
     service = InferenceService(model, RequestParser(model, 1000), dispatcher, 30.0)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
@@ -343,3 +343,36 @@ async def test_list_models_and_tokenize(tiny_model_files):
         assert model.max_tokens == f.model.max_model_tokens
         ids_of_text = await f.stub.Tokenize(inference_pb2.TokenizeRequest(text="hello"))
         assert list(ids_of_text.token_ids) == f.model.tokenizer.encode("hello", add_special=True)
+
+
+async def test_a_decision_is_explained_when_asked_for_and_nothing_is_run(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        request = ids(*range(1, 41))
+        plan = await f.stub.Explain(request)
+        assert f.worker.received.empty()
+        assert f.dispatcher.ledger.accounts == {}
+        assert plan.decode_worker == "d0"
+        assert {each.worker for each in plan.prefill_candidates} == {"p0", "p1"}
+        assert [each.worker for each in plan.decode_candidates] == ["d0"]
+        assert plan.prediction.worker == plan.prefill_workers[0]
+        assert plan.prediction.time_to_first_token_s > 0
+        assert plan.reason
+        request.explain = True
+        asked, messages = await answered(f.stub.Generate(request), f.worker, [5, 6])
+        assert [message.HasField("plan") for message in messages] == [True] + [False] * (len(messages) - 1)
+        assert messages[0].plan.prefill_workers == [ref.worker_id for ref in asked.prefill_workers]
+        _, messages = await answered(f.stub.Generate(ids(1, 2)), f.worker, [5])
+        assert not any(message.HasField("plan") for message in messages)
+
+
+async def test_reports_of_requests_teach_the_costs(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        before = f.dispatcher.costs.of(f.view.workers["p0"])
+        end = worker_pb2.SequenceEnd(
+            prefill_worker="p0", prefill_tokens=3, prefill_s=2.0, bytes_moved=1000, transfer_s=0.5
+        )
+        await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5], end)
+        after = f.dispatcher.costs.of(f.view.workers["p0"])
+        assert after.prefill.seconds(3, 0) > 10 * before.prefill.seconds(3, 0)
+        assert f.dispatcher.costs.transfer("p0", "d0").seconds(1000) > 0.05

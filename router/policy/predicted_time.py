@@ -1,0 +1,152 @@
+"""The default: the plan whose first token is predicted to come first, among those that keep the ITL target.
+
+    cost(P, D) = TTFT(P) + exposed transfer(P, D) + ITL_TOKENS · ITL(D) + REUSE · prefill(P)
+    cost(D)    = TTFT(D) + ITL_TOKENS · ITL(D) + REUSE · prefill(D)           D prefills itself
+
+Where there are prefill workers, a decode worker prefills itself only if that saves a quarter of the cost, and 10 ms.
+Among plans within 3 % of the best one: the one that computes least anew (so that caches stay different from one
+another), then the one with the lighter workers, then any. If no plan keeps the ITL target, the one that misses
+the targets by the smallest factor. A prefix which every worker has makes no difference, and so attracts nobody.
+
+Prefill and decode workers are scored apart, and only the best few of each are combined. Of a large fleet, those with
+the longest prefixes and a random sample are scored: the best of 64 is nearly as good as the best of 1,024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from random import Random
+
+from router.policy.prediction import best_holder, first_token, of_local, of_pair, step_s
+from router.policy.views import MAX_ALTERNATES, ClusterView, Plan, Prediction, RequestView, WorkerView
+
+# A slow decode worker costs more than the first gap: it is felt in as many gaps as this.
+ITL_TOKENS = 8
+# What this prompt computes, those behind it wait for: it counts this much beside its own time.
+REUSE = 1.0
+_NEAR = 0.03
+_LOCAL_GAIN = 0.25
+_LOCAL_GAIN_S = 0.01
+_SHORT_LIST = 4
+_MAX_HOLDERS = 16
+_MAX_SAMPLE = 48
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    prefill: WorkerView | None
+    decode: WorkerView
+    prediction: Prediction
+
+    @property
+    def cost_s(self) -> float:
+        """What is minimised."""
+        parts = self.prediction
+        work_s = parts.ttft_s + parts.exposed_s + REUSE * parts.prefill_s
+        return work_s + ITL_TOKENS * parts.itl_s
+
+
+def choose(request: RequestView, cluster: ClusterView) -> Plan:
+    random = Random(request.seed)
+    holder = best_holder(cluster)
+    prefill = _best_prefill(request, cluster, holder, random)
+    options = [
+        _Option(worker, decode, of_pair(request, cluster, worker, decode, first))
+        for decode in _best_decode(request, cluster.decode, random)
+        for worker, first in prefill[:_SHORT_LIST]
+    ] + [
+        _Option(None, decode, of_local(request, decode, first_token(request, cluster, decode, holder)))
+        for decode in _best_local(request, cluster.decode, random)
+    ]
+    kept = [option for option in options if option.prediction.itl_s <= request.targets.itl_s]
+    if kept:
+        best, reason = _cheapest(request, _worthwhile(kept), random)
+    else:
+        best = min(options, key=lambda option: (_excess(request, option.prediction), random.random()))
+        reason = "no plan keeps the ITL target; this one misses the targets least"
+    return Plan(best.decode, _with_alternates(best, prefill), best.prediction, reason)
+
+
+def _worthwhile(options: list[_Option]) -> list[_Option]:
+    """Without local prefills that gain too little over a hand-off to hold up those who come to decode there."""
+    remote_s = min((option.cost_s for option in options if option.prefill), default=math.inf)
+    limit_s = min(remote_s * (1 - _LOCAL_GAIN), remote_s - _LOCAL_GAIN_S)
+    return [option for option in options if option.prefill or option.cost_s <= limit_s]
+
+
+def _cheapest(request: RequestView, options: list[_Option], random: Random) -> tuple[_Option, str]:
+    lowest = min(option.cost_s for option in options)
+    near = [option for option in options if option.cost_s <= lowest * (1 + _NEAR)]
+    if len(near) == 1:
+        return near[0], f"its predicted cost of {lowest:.4f} s is the lowest of {len(options)} plans"
+
+    def preference(option: _Option) -> tuple[float, float, float]:
+        prediction = option.prediction
+        new_tokens = request.num_prompt_tokens - prediction.cached_tokens - prediction.fetched_tokens
+        return new_tokens, prediction.queue_s + prediction.itl_s, random.random()
+
+    reason = (
+        f"{len(near)} of {len(options)} plans are within {_NEAR:.0%} of the lowest predicted cost, {lowest:.4f} s:"
+        " this one computes least anew, then has the lighter workers"
+    )
+    return min(near, key=preference), reason
+
+
+def _excess(request: RequestView, prediction: Prediction) -> float:
+    return max(prediction.itl_s / request.targets.itl_s, prediction.ttft_s / request.targets.ttft_s)
+
+
+def _best_prefill(
+    request: RequestView, cluster: ClusterView, holder: WorkerView | None, random: Random
+) -> list[tuple[WorkerView, tuple[float, float, int]]]:
+    """The candidates with their `first_token`, best first."""
+    scored: list[tuple[float, float, WorkerView, tuple[float, float, int]]] = []
+    for worker in _sample(cluster.prefill, random):
+        first = first_token(request, cluster, worker, holder)
+        score = worker.queue_s + first[0] * (1 + REUSE) + first[1]
+        scored.append((score, random.random(), worker, first))
+    best = nsmallest(_SHORT_LIST + MAX_ALTERNATES, scored, key=lambda entry: entry[:2])
+    return [(worker, first) for _, _, worker, first in best]
+
+
+def _best_decode(request: RequestView, workers: Sequence[WorkerView], random: Random) -> list[WorkerView]:
+    """Those with the shortest steps, and the one that has most of the prompt: its transfer is the shortest."""
+    candidates = _sample(workers, random)
+    best = nsmallest(_SHORT_LIST, candidates, key=lambda worker: (step_s(request, worker), random.random()))
+    most = max(candidates, key=lambda worker: worker.cached_tokens)
+    return best if most in best or not most.cached_tokens else [*best, most]
+
+
+def _best_local(request: RequestView, workers: Sequence[WorkerView], random: Random) -> list[WorkerView]:
+    """Those that would compute the prompt the soonest."""
+
+    def score(worker: WorkerView) -> tuple[float, float]:
+        cached = min(worker.cached_tokens, request.num_prompt_tokens - 1)
+        prefill_s = worker.costs.prefill.seconds(request.num_prompt_tokens - cached, cached)
+        return worker.queue_s + prefill_s + step_s(request, worker), random.random()
+
+    return nsmallest(_SHORT_LIST, _sample(workers, random), key=score)
+
+
+def _with_alternates(
+    best: _Option, prefill: list[tuple[WorkerView, tuple[float, float, int]]]
+) -> tuple[WorkerView, ...]:
+    if best.prefill is None:
+        return ()
+    others = [worker for worker, _ in prefill if worker is not best.prefill]
+    return (best.prefill, *others[:MAX_ALTERNATES])
+
+
+def _sample(workers: Sequence[WorkerView], random: Random) -> Sequence[WorkerView]:
+    if len(workers) <= _MAX_HOLDERS + _MAX_SAMPLE:
+        return workers
+    holders = [worker for worker in workers if worker.cached_tokens]
+    if len(holders) > _MAX_HOLDERS:
+        # Those that have equally much stand in for one another, so they are not always the same.
+        random.shuffle(holders)
+        holders = sorted(holders, key=lambda worker: worker.cached_tokens, reverse=True)[:_MAX_HOLDERS]
+    others = random.sample(workers, _MAX_SAMPLE)
+    return list({id(worker): worker for worker in (*holders, *others)}.values())

@@ -1,0 +1,51 @@
+"""Policies against one another on the same arrivals, in virtual time. Figures repeat exactly."""
+
+from statistics import fmean
+
+import pytest
+
+from router.costs import TransferCost
+from router.policy import POLICIES
+from tests.unit.router import queue_simulation
+from tests.unit.router.queue_simulation import Simulation, shared_prefixes
+
+SCENES = {
+    # rate, blocks per cache, groups, link
+    "fast links": (50, 1500, 40, TransferCost(1e-3, 1e-10)),
+    "slow links": (50, 1500, 40, TransferCost(2e-3, 2e-9)),
+    "small caches": (40, 600, 80, TransferCost(2e-3, 2e-9)),
+}
+SEEDS = (1, 2)
+TOLERANCE = 1.05
+
+
+def mean_s(policy, scene):
+    rate, blocks, groups, link = SCENES[scene]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue_simulation, "LINK", link)
+        return fmean(
+            Simulation(policy, cache_blocks=blocks, seed=seed)
+            .run(shared_prefixes(seed, num_requests=1000, rate=rate, num_groups=groups))
+            .mean_s
+            for seed in SEEDS
+        )
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_predicted_time_is_as_fast_as_every_baseline(scene):
+    own = mean_s("predicted_time", scene)
+    others = {name: mean_s(name, scene) for name in POLICIES if name != "predicted_time"}
+    assert own < 0.95 * others["random"]
+    assert {name: s / own for name, s in others.items() if s * TOLERANCE < own} == {}
+
+
+def test_a_first_block_that_all_share_does_not_draw_all_to_one_worker():
+    arrivals = shared_prefixes(5, num_requests=800, rate=40, num_groups=300, common_blocks=64)
+    result = Simulation("predicted_time").run(arrivals)
+    assert result.balance < 1.3
+
+
+def test_a_run_repeats_exactly():
+    arrivals = shared_prefixes(7, num_requests=200, rate=40)
+    first, second = (Simulation("predicted_time").run(arrivals) for _ in range(2))
+    assert first.ttfts_s == second.ttfts_s
