@@ -16,6 +16,7 @@ from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.tokenizer import load_tokenizer
+from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
@@ -62,9 +63,9 @@ class Router:
             self._sessions,
             load_policy(settings.router.policy),
             model,
-            settings.router.max_inflight_requests,
+            Admission(settings.router),
         )
-        parser = RequestParser(model, settings.router.max_prompt_bytes)
+        parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
         service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)
         self.tally = service.tally
         self._server = RpcServer(settings.rpc, [_SERVICE])

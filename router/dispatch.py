@@ -17,11 +17,12 @@ from headrace.block_hash import HashRoot, block_hashes
 from headrace.directory.prefix_index import Match
 from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
-from headrace.errors import HeadraceError, InternalError, Overloaded, Unavailable, WorkerGone
+from headrace.errors import HeadraceError, InternalError, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
+from router.admission import Admission, check_fits
 from router.ledger import Charge, Ledger
 from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView, sources
 from router.requests import GenerationRequest, ServedModel
@@ -61,23 +62,25 @@ class Dispatcher:
     """Used on the event loop only."""
 
     def __init__(
-        self, view: DirectoryView, sessions: Sessions, policy: Policy, model: ServedModel, max_inflight: int
+        self,
+        view: DirectoryView,
+        sessions: Sessions,
+        policy: Policy,
+        model: ServedModel,
+        admission: Admission,
     ) -> None:
         self.ledger = Ledger()
-        self.num_inflight = 0
+        self.admission = admission
         self._view = view
         self._sessions = sessions
         self._policy = policy
         self._model = model
-        self._max_inflight = max_inflight
         self._num_requests = 0
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncIterator[Update]:
         """Updates until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
-        if self.num_inflight >= self._max_inflight:
-            raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
-        self.num_inflight += 1
-        try:
+        check_fits(request, self._records())
+        async with self.admission.admitted(request) as request:
             plan, start, session = await self._place(request)
             progress.plan, progress.planned_at = plan, time.monotonic()
             with self.ledger.charged(plan, len(request.token_ids)) as charge:
@@ -89,8 +92,6 @@ class Dispatcher:
                     if not stream.ended:
                         session.abort(request.id)
                     session.forget(request.id)
-        finally:
-            self.num_inflight -= 1
 
     async def _place(self, request: GenerationRequest) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession]:
         """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again."""
@@ -110,11 +111,7 @@ class Dispatcher:
 
     def _snapshot(self, request: GenerationRequest) -> ClusterView:
         """The workers that can serve this model with one another, and what each has of this prompt."""
-        records = [
-            record
-            for record in self._view.workers.values()
-            if record.model_fingerprint == self._model.files.fingerprint
-        ]
+        records = self._records()
         layouts = Counter(_layout(record) for record in records if not record.draining)
         if not layouts:
             raise Unavailable(f"no worker that serves {self._model.name!r} is alive")
@@ -142,6 +139,11 @@ class Dispatcher:
             decode=decode,
             holders=tuple(view for _, view in peers if view.cached_tokens),
         )
+
+    def _records(self) -> list[WorkerRecord]:
+        """Workers that serve this model."""
+        fingerprint = self._model.files.fingerprint
+        return [record for record in self._view.workers.values() if record.model_fingerprint == fingerprint]
 
     def _worker_view(self, record: WorkerRecord, match: Match | None) -> WorkerView:
         return WorkerView(
@@ -248,6 +250,7 @@ def _start_message(
         sampling=sampling_to_proto(_fitting(request, plan.decode.capacity_tokens)),
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
+        priority=request.priority,
         prefill_workers=[_ref(worker) for worker in plan.prefill],
         sources=[
             worker_pb2.Source(

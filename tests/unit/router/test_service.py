@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from headrace.block_hash import HashRoot, block_hashes
+from headrace.config import RouterSettings
 from headrace.directory.records import Role, WorkerLoad, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.rpc.channel import open_channel
@@ -14,6 +15,7 @@ from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
+from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
@@ -35,7 +37,7 @@ class Front:
 
 
 @asynccontextmanager
-async def front(files, *, with_worker=True, max_inflight=10):
+async def front(files, *, with_worker=True, **router):
     model = ServedModel("tiny", files, load_tokenizer(files), files.config.max_model_tokens)
     worker, worker_server = ManualWorker("i1"), RpcServer(RPC, [])
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker_server.grpc_server)
@@ -45,9 +47,10 @@ async def front(files, *, with_worker=True, max_inflight=10):
         view.workers["d0"] = record(files, "d0", Role.DECODE, worker_address)
         view.workers["p0"] = record(files, "p0", Role.PREFILL, "127.0.0.1:1")
     sessions = Sessions(RPC, view.mark_gone)
-    dispatcher = Dispatcher(view, sessions, load_policy("prefix_load"), model, max_inflight)
+    settings = RouterSettings.model_validate(router)
+    dispatcher = Dispatcher(view, sessions, load_policy("prefix_load"), model, Admission(settings))
     server = RpcServer(RPC, [])
-    service = InferenceService(model, RequestParser(model, 1000), dispatcher, 30.0)
+    service = InferenceService(model, RequestParser(model, 1000, settings.classes), dispatcher, 30.0)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
     channel = open_channel(await server.start(), RPC)
     try:
@@ -113,7 +116,7 @@ async def test_text_arrives_as_the_tokens_say_with_usage_at_the_end(tiny_model_f
         assert last.hand_off.prefill_worker == "p0"
         assert last.timings.total_s >= last.timings.time_to_first_token_s > 0
         assert f.dispatcher.ledger.active_tokens == {}
-        assert f.dispatcher.num_inflight == 0
+        assert f.dispatcher.admission.num_running == 0
 
 
 async def test_absent_sampling_fields_take_their_defaults_and_zero_is_zero(tiny_model_files):
@@ -277,7 +280,7 @@ async def test_bad_input_names_field_value_and_limit(tiny_model_files, message, 
 
 
 async def test_too_many_requests_are_refused_at_once_with_a_hint(tiny_model_files):
-    async with front(tiny_model_files, max_inflight=1) as f:
+    async with front(tiny_model_files, max_inflight_requests=1, max_queued_requests=0) as f:
         first = f.stub.Generate(ids(1, 2, 3))
         asked = (await f.worker.received.get()).start
         with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -316,7 +319,7 @@ async def test_a_client_that_cancels_aborts_at_the_worker(tiny_model_files):
         call.cancel()
         assert (await f.worker.received.get()).abort.request_id == asked.request_id
         async with asyncio.timeout(5):
-            while f.dispatcher.num_inflight:
+            while f.dispatcher.admission.num_running:
                 await asyncio.sleep(0.01)
         assert f.dispatcher.ledger.active_tokens == {}
         assert f.service.tally.requests == {"cancelled": 1}
