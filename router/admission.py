@@ -381,7 +381,7 @@ class Admission:
 
     def _cost_of(self, request: GenerationRequest) -> float:
         cost_ms = float(len(request.token_ids)) if self._cost_ms is None else self._cost_ms(request)
-        return min(max(cost_ms, _MIN_COST_MS), _MAX_COST_MS)
+        return min(max(_MIN_COST_MS, cost_ms), _MAX_COST_MS)  # in this order NaN is the least
 
     def _settings_of(self, tenant: str) -> TenantSettings:
         tenants = self._settings.tenants
