@@ -240,7 +240,9 @@ class Admission:
         while True:
             for _ in range(len(self._ring)):
                 tenant = self._ring[0]
-                if not tenant.is_full:
+                if tenant.is_full:
+                    tenant.credit_ms = 0.0  # not to be saved up for when it may run again
+                else:
                     tenant.credit_ms += 0.0 if self._has_share else tenant.share_ms
                     self._has_share = True
                     if tenant.credit_ms >= tenant.queue[0].cost_ms:
@@ -266,8 +268,6 @@ class Admission:
         self.num_running += 1
         self.num_admitted += 1
         self.waited_s += self._clock.now() - ticket.arrived_s
-        if ticket.tenant.is_full:
-            ticket.tenant.credit_ms = 0.0  # not to be saved up for when it may run again
         ticket.decided.set()
 
     def _enqueue(self, ticket: Ticket) -> None:

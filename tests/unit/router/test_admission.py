@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from itertools import combinations
 
@@ -268,21 +268,24 @@ def test_many_small_requests_do_not_hold_up_another_tenant():
 
 def test_a_tenant_at_its_own_limit_is_passed_over_and_saves_up_nothing():
     admission, _ = make(max_inflight_requests=2, tenants={"a": {"max_running": 1}})
-    a = [admission.enter(request("a")) for _ in range(3)]
-    b = [admission.enter(request("b")) for _ in range(40)]
-    assert [ticket.state for ticket in (*a[:2], *b[:2])] == [
-        State.RUNNING,
-        State.QUEUED,
-        State.RUNNING,
-        State.QUEUED,
-    ]
-    for ticket in b[:30]:
-        admission.leave(ticket)
-    assert a[1].state is State.QUEUED
-    assert a[1].tenant.credit_ms == 0
-    admission.leave(a[0])
-    admission.leave(b[30])
-    assert a[1].state is State.RUNNING
+    slots = deque(admission.enter(request(name, tokens=1)) for name in "ab")
+    waiting = [admission.enter(request(name, tokens=1)) for name in "ab" for _ in range(100)]
+    for _ in range(100):
+        admission.leave(slots.popleft())
+        (next_one,) = [ticket for ticket in waiting if ticket.state is State.RUNNING]
+        waiting.remove(next_one)
+        slots.append(next_one)
+        assert Counter(ticket.tenant.name for ticket in slots)["a"] <= 1
+        assert all(ticket.tenant.credit_ms <= QUANTUM_MS for ticket in (*slots, *waiting))
+    assert len({ticket.tenant.name for ticket in waiting}) == 2
+
+
+def test_a_limit_that_binds_for_a_moment_costs_no_share():
+    admission, _ = make(max_inflight_requests=1, tenants={"a": {"max_running": 1}})
+    tickets = [admission.enter(request("x"))]
+    tickets += [admission.enter(request(name)) for name in "ab" for _ in range(40)]
+    order = [ticket.tenant.name for ticket in served_in_turn(admission, tickets)]
+    assert abs(Counter(order[:40])["a"] - 20) * 10 <= QUANTUM_MS
 
 
 def test_costs_are_the_policys_where_it_predicts_them():
