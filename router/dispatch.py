@@ -1,4 +1,4 @@
-"""One request through the fleet: snapshot, policy, session with the chosen decode worker, text out.
+"""One request through the fleet: admission, snapshot, policy, session with the chosen decode worker, text out.
 
 The way of the text, for each choice: token ids ─▶ bytes ─▶ whole characters ─▶ stop strings ─▶ update.
 """
