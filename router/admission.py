@@ -52,6 +52,10 @@ class Refusal(StrEnum):
     DEADLINE_PASSED = "deadline_passed"
 
 
+_OF_TOKENS = {Refusal.QUEUED_TOKENS, Refusal.TENANT_QUEUED_TOKENS}
+_OF_TENANT = {Refusal.TENANT_QUEUED_REQUESTS, Refusal.TENANT_QUEUED_TOKENS}
+
+
 class State(Enum):
     QUEUED = auto()
     RUNNING = auto()
@@ -312,33 +316,29 @@ class Admission:
 
     def _check_caps(self, ticket: Ticket) -> None:
         """Raises Overloaded for the first cap that the queue would exceed."""
-        tenant, limits, own_limits = ticket.tenant, self._settings, ticket.tenant.settings
+        tenant, limits, own = ticket.tenant, self._settings, ticket.tenant.settings
         num_tokens = self.num_queued_tokens + ticket.num_tokens
         num_own_tokens = tenant.num_queued_tokens + ticket.num_tokens
-        all_ms = sum(other.queued_cost_ms for other in self._ring) + ticket.cost_ms
-        own_ms = self._with_others(tenant, tenant.queued_cost_ms + ticket.cost_ms)
-        of_tenant = f" of tenant {tenant.name!r}"
-        for reason, count, limit, what, drains_ms in (
-            (Refusal.QUEUED_REQUESTS, self.num_queued + 1, limits.max_queued_requests, "requests", all_ms),
-            (Refusal.QUEUED_TOKENS, num_tokens, limits.max_queued_tokens, "prompt tokens", all_ms),
-            (
-                Refusal.TENANT_QUEUED_REQUESTS,
-                len(tenant.queue) + 1,
-                own_limits.max_queued_requests,
-                f"requests{of_tenant}",
-                own_ms,
-            ),
-            (
-                Refusal.TENANT_QUEUED_TOKENS,
-                num_own_tokens,
-                own_limits.max_queued_tokens,
-                f"prompt tokens{of_tenant}",
-                own_ms,
-            ),
+        for reason, count, limit in (
+            (Refusal.QUEUED_REQUESTS, self.num_queued + 1, limits.max_queued_requests),
+            (Refusal.QUEUED_TOKENS, num_tokens, limits.max_queued_tokens),
+            (Refusal.TENANT_QUEUED_REQUESTS, len(tenant.queue) + 1, own.max_queued_requests),
+            (Refusal.TENANT_QUEUED_TOKENS, num_own_tokens, own.max_queued_tokens),
         ):
             if limit is not None and count > limit:
-                message = f"{count} {what} would be queued, the limit is {limit}"
-                raise self._overloaded(reason, message, self._drain_rate.seconds_for(drains_ms))
+                raise self._queue_full(ticket, reason, count, limit)
+
+    def _queue_full(self, ticket: Ticket, reason: Refusal, count: int, limit: int) -> Overloaded:
+        """To be tried again when what is queued has drained: all of it, or all of the tenant's."""
+        tenant = ticket.tenant
+        what = "prompt tokens" if reason in _OF_TOKENS else "requests"
+        if reason in _OF_TENANT:
+            what += f" of tenant {tenant.name!r}"
+            queued_ms = self._with_others(tenant, tenant.queued_cost_ms + ticket.cost_ms)
+        else:
+            queued_ms = sum(other.queued_cost_ms for other in self._ring) + ticket.cost_ms
+        message = f"{count} {what} would be queued, the limit is {limit}"
+        return self._overloaded(reason, message, self._drain_rate.seconds_for(queued_ms))
 
     def _check_deadline(self, ticket: Ticket, wait_s: float | None) -> None:
         """Raises DeadlineExceeded, or Overloaded for one that passes before the wait and the prefill can be over."""
