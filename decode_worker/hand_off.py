@@ -261,6 +261,7 @@ class HandOff:
             lease_ttl_s=self._kv.lease_ttl_s,
             checksum=reads.verifies,
             sources=self._task.sources,
+            priority=sequence.priority,
         )
 
     def _note(self, reads: LeasedReads, ready: kv_pb2.BlocksReady) -> None:

@@ -168,6 +168,7 @@ class Request:
                 num_prompt_tokens=len(self._start.token_ids),
                 sampling=self._sampling,
                 root=self._root,
+                priority=self._start.priority,
                 choices=choices,
             )
             for choices in groups

@@ -17,12 +17,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.errors import InvalidRequest
+from headrace.priority import MAX_PRIORITY, MIN_PRIORITY
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_CACHE_DIR = Path("~/.cache/headrace")
 
 _ENV_PREFIX = "HEADRACE_"
 
+_Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -159,6 +161,37 @@ class TelemetrySettings(_Section):
     )
 
 
+class TenantSettings(_Section):
+    """One tenant's part of the router's queue. A cap that is left out is that of all tenants together."""
+
+    weight: float = Field(
+        default=1.0,
+        ge=0.01,
+        le=100.0,
+        description="its share of predicted work while others wait, too: twice the weight, twice the work",
+    )
+    max_queued_requests: _Count | None = Field(default=None, description="more of its requests are refused")
+    max_queued_tokens: _Count | None = Field(
+        default=None, description="prompt tokens of its waiting requests; more are refused"
+    )
+    max_running: Positive | None = Field(
+        default=None, description="its requests that run at once; others wait"
+    )
+
+
+class ServiceClassSettings(_Section):
+    """What requests of a class want, by which the router places them."""
+
+    ttft_target_s: Seconds = Field(description="time to the first token")
+    itl_target_s: Seconds = Field(description="time from one token to the next")
+    priority: int = Field(
+        default=0,
+        ge=MIN_PRIORITY,
+        le=MAX_PRIORITY,
+        description="of requests that name none; lower goes first",
+    )
+
+
 class RouterSettings(_Section):
     """Front door and routing."""
 
@@ -174,7 +207,21 @@ class RouterSettings(_Section):
         description="inter-token latency: a worker that would exceed it gets no more sequences than it must",
     )
     max_prompt_bytes: Positive = 16 << 20
-    max_inflight_requests: Positive = 1024
+    max_inflight_requests: Positive = Field(
+        default=1024, description="requests that run at once; more wait in the queue"
+    )
+    max_queued_requests: _Count = Field(
+        default=1024, description="requests that may wait; more are refused. 0: none waits"
+    )
+    max_queued_tokens: _Count = Field(
+        default=4 << 20, description="prompt tokens of all waiting requests; more are refused"
+    )
+    tenants: dict[str, TenantSettings] = Field(
+        default={}, description='by name; "*": each tenant that has no entry of its own'
+    )
+    classes: dict[str, ServiceClassSettings] = Field(
+        default={}, description="service classes that requests can name"
+    )
     default_timeout_s: Seconds = Field(
         default=600.0, description="deadline of a request whose client set none"
     )

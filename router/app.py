@@ -17,6 +17,7 @@ from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
+from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.policy import load_policy
@@ -69,15 +70,16 @@ class Router:
             self._sessions,
             load_policy(settings.router.policy),
             model,
-            settings.router.max_inflight_requests,
+            Admission(settings.router),
+            Targets(settings.router.ttft_target_s, settings.router.itl_target_s),
             self.metrics,
         )
-        parser = RequestParser(model, settings.router.max_prompt_bytes)
+        parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
         service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)
         self.tally = service.tally
         self._server = RpcServer(settings.rpc, [_SERVICE])
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc_server)
-        self.metrics.show(self.view, self._watcher, self.tally, lambda: self.dispatcher.num_inflight)
+        self.metrics.show(self.view, self._watcher, self.tally, self.dispatcher.admission)
         port, self._stop_metrics = serve_metrics(
             self.metrics.registry, settings.rpc.host, settings.telemetry.metrics_port
         )

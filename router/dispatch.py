@@ -1,4 +1,4 @@
-"""One request through the fleet: snapshot, policy, session with the chosen decode worker, text out.
+"""One request through the fleet: admission, snapshot, policy, session with the chosen decode worker, text out.
 
 The way of the text, for each choice: token ids ─▶ bytes ─▶ whole characters ─▶ stop strings ─▶ update.
 """
@@ -17,11 +17,12 @@ from headrace.block_hash import HashRoot, block_hashes
 from headrace.directory.prefix_index import Match
 from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
-from headrace.errors import HeadraceError, InternalError, Overloaded, Unavailable, WorkerGone
+from headrace.errors import HeadraceError, InternalError, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason, SamplingParams
 from headrace.tokenizer import IncrementalDetokenizer
+from router.admission import Admission, check_fits
 from router.costs import FleetCosts
 from router.explain import explained
 from router.ledger import Charge, Ledger
@@ -74,32 +75,32 @@ class Progress:
 class Dispatcher:
     """Used on the event loop only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a router
         self,
         view: DirectoryView,
         sessions: Sessions,
         policy: Policy,
         model: ServedModel,
-        max_inflight: int,
+        admission: Admission,
+        targets: Targets = NO_TARGETS,
         metrics: RouterMetrics | None = None,
     ) -> None:
+        """`targets` are those of requests whose service class sets none."""
         self.ledger = Ledger()
         self.costs = FleetCosts()
-        self.num_inflight = 0
+        self.admission = admission
+        self._targets = targets
         self._metrics = metrics or RouterMetrics()
         self._view = view
         self._sessions = sessions
         self._policy = policy
         self._model = model
-        self._max_inflight = max_inflight
         self._num_requests = 0
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncIterator[Update]:
         """Updates until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
-        if self.num_inflight >= self._max_inflight:
-            raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
-        self.num_inflight += 1
-        try:
+        check_fits(request, self._records())
+        async with self.admission.admitted(request) as request:
             plan, start, session, hashes = await self._place(request, progress)
             progress.plan, progress.planned_at = plan, time.monotonic()
             with self.ledger.charged(plan, len(request.token_ids)) as charge:
@@ -113,8 +114,6 @@ class Dispatcher:
                     if not stream.ended:
                         session.abort(request.id)
                     session.forget(request.id)
-        finally:
-            self.num_inflight -= 1
 
     def explain(self, request: GenerationRequest) -> inference_pb2.RoutingPlan:
         """Where it would go now, and why. Nothing is run or charged."""
@@ -158,11 +157,15 @@ class Dispatcher:
         return self._policy(self._request_view(request), cluster), cluster, hashes
 
     def _request_view(self, request: GenerationRequest) -> RequestView:
+        ttft_s, itl_s = request.ttft_target_s, request.itl_target_s
         return RequestView(
             num_prompt_tokens=len(request.token_ids),
             seed=self._num_requests,
             prefix_key=hash(tuple(request.token_ids[:_PREFIX_KEY_TOKENS])),
-            targets=NO_TARGETS,
+            targets=Targets(
+                self._targets.ttft_s if ttft_s is None else ttft_s,
+                self._targets.itl_s if itl_s is None else itl_s,
+            ),
         )
 
     def _assume(self, plan: Plan, hashes: Sequence[bytes]) -> None:
@@ -181,11 +184,7 @@ class Dispatcher:
         self, request: GenerationRequest, hashes: Sequence[bytes] | None
     ) -> tuple[ClusterView, Sequence[bytes]]:
         """Workers that can serve this model with one another, what each has of this prompt, and its block hashes."""
-        records = [
-            record
-            for record in self._view.workers.values()
-            if record.model_fingerprint == self._model.files.fingerprint
-        ]
+        records = self._records()
         layouts = Counter(_layout(record) for record in records if not record.draining)
         if not layouts:
             raise Unavailable(f"no worker that serves {self._model.name!r} is alive")
@@ -213,6 +212,11 @@ class Dispatcher:
             transfer=self.costs.transfer,
         )
         return cluster, hashes
+
+    def _records(self) -> list[WorkerRecord]:
+        """Workers that serve this model."""
+        fingerprint = self._model.files.fingerprint
+        return [record for record in self._view.workers.values() if record.model_fingerprint == fingerprint]
 
     def _hashes(self, request: GenerationRequest, block_size: int, kv_dtype: str) -> list[bytes]:
         """Of the prompt's full blocks."""
@@ -341,6 +345,7 @@ def _start_message(
         sampling=sampling_to_proto(_fitting(request, plan.decode.capacity_tokens)),
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
+        priority=request.priority,
         prefill_workers=[_ref(worker) for worker in plan.prefill],
         sources=[
             worker_pb2.Source(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from headrace.directory.view import DirectoryView
 from headrace.directory.watcher import Watcher
+from router.admission import Admission
 from router.tally import Tally
 
 _DECISION_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
@@ -43,11 +44,9 @@ class RouterMetrics:
         self._missing.observe(max(0, predicted_tokens - reported_tokens))
         self._surplus.observe(max(0, reported_tokens - predicted_tokens))
 
-    def show(
-        self, view: DirectoryView, watcher: Watcher, tally: Tally, num_inflight: Callable[[], int]
-    ) -> None:
+    def show(self, view: DirectoryView, watcher: Watcher, tally: Tally, admission: Admission) -> None:
         """Have these in each scrape."""
-        self.registry.register(_RouterCollector(view, watcher, tally, num_inflight))
+        self.registry.register(_RouterCollector(view, watcher, tally, admission))
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"headrace_router_{name}", text, registry=self.registry)
@@ -59,18 +58,18 @@ class RouterMetrics:
 class _RouterCollector(Collector):
     """Called on the metrics thread: reads plain figures, locks nothing."""
 
-    def __init__(
-        self, view: DirectoryView, watcher: Watcher, tally: Tally, num_inflight: Callable[[], int]
-    ) -> None:
+    def __init__(self, view: DirectoryView, watcher: Watcher, tally: Tally, admission: Admission) -> None:
         self._view = view
         self._watcher = watcher
         self._tally = tally
-        self._num_inflight = num_inflight
+        self._admission = admission
 
     def collect(self) -> Iterable[Metric]:
         index = self._view.index
         for name, text, value in (
-            ("inflight_requests", "Requests being served", self._num_inflight()),
+            ("inflight_requests", "Requests being served", self._admission.num_running),
+            ("queued_requests", "Requests that wait for a place", self._admission.num_queued),
+            ("queued_tokens", "Their prompt tokens", self._admission.num_queued_tokens),
             ("workers", "Workers in the view", len(self._view.workers)),
             ("index_blocks", "Different blocks in the prefix index", len(index)),
             ("index_entries", "Pairs of a block and a worker that holds it", index.num_entries),
@@ -94,6 +93,15 @@ class _RouterCollector(Collector):
         ):
             yield CounterMetricFamily(f"headrace_router_{name}", text, value)
         yield from self._outcomes()
+        refused = CounterMetricFamily(
+            "headrace_router_refused_requests", "Refused at admission", labels=["reason"]
+        )
+        for reason, count in dict(self._admission.refused).items():
+            refused.add_metric([reason], count)
+        waited = CounterMetricFamily(
+            "headrace_router_queue_seconds", "Waited by all that were admitted", self._admission.waited_s
+        )
+        yield from (refused, waited)
 
     def _outcomes(self) -> Iterable[Metric]:
         for name, text, counts in (

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.config import ServiceClassSettings
 from headrace.errors import InvalidRequest, NotFound
 from headrace.model_config import ModelFiles
+from headrace.priority import MAX_PRIORITY, MIN_PRIORITY
 from headrace.rpc.convert import LISTS, NUMBERS, grammar_from_proto
 from headrace.rpc.v1 import inference_pb2
 from headrace.sampling_params import SamplingParams, check_token_ids, validate
@@ -41,20 +44,32 @@ class GenerationRequest:
     cache_salt: str
     timeout_s: float
     explain: bool = False  # the first response says where the request was sent, and why
+    tenant: str = ""  # "": the default one
+    priority: int = 0  # MIN_PRIORITY..MAX_PRIORITY; lower is more urgent
+    ttft_target_s: float | None = None  # of its service class; None: it has none
+    itl_target_s: float | None = None
 
 
 class RequestParser:
     """Checks and converts public messages for one model."""
 
-    def __init__(self, model: ServedModel, max_prompt_bytes: int) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        max_prompt_bytes: int,
+        classes: Mapping[str, ServiceClassSettings] | None = None,
+    ) -> None:
         self._model = model
         self._max_prompt_bytes = max_prompt_bytes
+        self._classes = classes or {}
 
     async def generation(self, message: inference_pb2.GenerateRequest, timeout_s: float) -> GenerationRequest:
         """Raises InvalidRequest naming the field, or NotFound for another model."""
         self.check_model(message.model)
         if len(message.request_id.encode()) > _MAX_LABEL_BYTES:
             raise InvalidRequest("request_id", message.request_id, f"at most {_MAX_LABEL_BYTES} bytes")
+        service_class = self._service_class(message.service_class)
+        priority = _priority(message, service_class)
         token_ids = await self._prompt(message)
         internal_id = uuid.uuid4().hex
         return GenerationRequest(
@@ -66,6 +81,9 @@ class RequestParser:
             cache_salt="",
             timeout_s=timeout_s,
             explain=message.explain,
+            priority=priority,
+            ttft_target_s=service_class and service_class.ttft_target_s,
+            itl_target_s=service_class and service_class.itl_target_s,
         )
 
     async def tokenize(self, message: inference_pb2.TokenizeRequest) -> list[int]:
@@ -81,6 +99,14 @@ class RequestParser:
     def check_model(self, name: str) -> None:
         if name and name != self._model.name:
             raise NotFound(f"model {name!r} is not served here; this deployment serves {self._model.name!r}")
+
+    def _service_class(self, name: str) -> ServiceClassSettings | None:
+        if not name:
+            return None
+        if name not in self._classes:
+            known = ", ".join(sorted(self._classes)) or "none"
+            raise InvalidRequest("service_class", name, f"this deployment has: {known}")
+        return self._classes[name]
 
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> list[int]:
         match message.WhichOneof("input"):
@@ -144,3 +170,11 @@ class RequestParser:
             max_model_tokens=limit,
             vocab_size=self._model.tokenizer.vocab_size,
         )
+
+
+def _priority(message: inference_pb2.GenerateRequest, service_class: ServiceClassSettings | None) -> int:
+    if not message.HasField("priority"):
+        return service_class.priority if service_class else 0
+    if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise InvalidRequest("priority", message.priority, f"must lie in {MIN_PRIORITY}..{MAX_PRIORITY}")
+    return message.priority

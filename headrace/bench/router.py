@@ -36,6 +36,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.tier import Tier
 from headrace.tokenizer import Tokenizer
 from headrace.tokenizer.vocabulary import Vocabulary
+from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.policy import load_policy
 from router.requests import GenerationRequest, RequestParser, ServedModel
@@ -142,7 +143,7 @@ class _Fleet:
             self._add_worker(f"{role}-{number}", role, num_blocks // num_workers)
         sessions = Sessions(RpcSettings(), self.view.mark_gone)
         policy = load_policy(RouterSettings().policy)
-        self._dispatcher = Dispatcher(self.view, sessions, policy, bench_model(), 1)
+        self._dispatcher = Dispatcher(self.view, sessions, policy, bench_model(), Admission(RouterSettings()))
 
     def match_s(self, num_tokens: int) -> float:
         hashes = self._prompt(num_tokens // _BLOCK_SIZE_TOKENS)
@@ -259,7 +260,7 @@ async def _router_and_worker() -> AsyncGenerator[_Doors]:
         sessions = Sessions(rpc, view.mark_gone)
         stack.push_async_callback(sessions.close)
         policy = load_policy(RouterSettings().policy)
-        dispatcher = Dispatcher(view, sessions, policy, model, 2 * _NUM_STREAMS)
+        dispatcher = Dispatcher(view, sessions, policy, model, Admission(RouterSettings()))
         server = RpcServer(rpc, [])
         service = InferenceService(model, RequestParser(model, 1 << 20), dispatcher, 60.0)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)

@@ -31,9 +31,7 @@ from headrace.block_hash import extend
 from headrace.config import EngineSettings
 from headrace.engine.block_pool import BlockPool, BlockState, Hold
 from headrace.engine.sequence import (
-    MAX_PRIORITY,
     MAX_RETENTION,
-    MIN_PRIORITY,
     Chunk,
     Event,
     Failed,
@@ -44,9 +42,8 @@ from headrace.engine.sequence import (
     StepPlan,
 )
 from headrace.errors import AlreadyExists, InvalidRequest, Overloaded
+from headrace.priority import MAX_PRIORITY, MIN_PRIORITY, rank_s
 
-# What a level of priority is worth: one that is less urgent by a level goes first if it has waited this much longer.
-SECONDS_PER_PRIORITY = 5.0
 # Waiting sequences that are looked at in a step, so that its cost does not grow with the queue.
 LOOK_AHEAD = 8
 # How many admissions a sequence that does not fit sees go past.
@@ -141,7 +138,7 @@ class Scheduler:
             raise Overloaded(f"{len(self._waiting)} sequences are waiting, which is the limit")
         self._sequences[sequence.id] = [sequence]
         self._num_arrived += 1
-        sequence.rank = (now_s + sequence.priority * SECONDS_PER_PRIORITY, self._num_arrived)
+        sequence.rank = (rank_s(now_s, sequence.priority), self._num_arrived)
         self._enqueue(sequence)
 
     def join(self, sequence: Sequence, first: Sequence) -> list[tuple[int, int]]:

@@ -20,8 +20,6 @@ from headrace.errors import HeadraceError
 from headrace.sampling_params import FinishReason, SamplingParams, TokenLogprobs
 from headrace.tier import Tier
 
-# A level of priority is worth some seconds of waiting (`scheduler.py`), never more than the whole range.
-MIN_PRIORITY, MAX_PRIORITY = -4, 4
 MAX_RETENTION = 3
 
 

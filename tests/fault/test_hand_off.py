@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from headrace.directory.records import Role
+from headrace.errors import Code
 from tests.support.fleet import BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS, session_with, workers
 
 P, D = Role.PREFILL, Role.DECODE
@@ -48,6 +49,17 @@ async def test_the_same_tokens_through_a_hand_off(settings, reference):
         again = await session.answer(PROMPT, request_id="again")  # from its own cache
         _assert_timed(again)
         assert again.end.context_tokens == again.end.cached_tokens > 0
+
+
+async def test_the_priority_reaches_both_engines(settings):
+    """Seen by their refusals: an engine alone knows the range."""
+    async with workers(settings, P, D) as [p, d], session_with(d) as session:
+        answer = await session.answer(PROMPT, prefill=[p], priority=5)
+        assert answer.end.error_code == Code.INVALID_ARGUMENT
+        assert f"{p.worker_id}: priority: 5 is not allowed" in answer.end.error_message
+        answer = await session.answer(PROMPT, priority=-5, request_id="local")
+        assert answer.end.error_message.startswith("priority: -5 is not allowed")
+        assert len((await session.answer(PROMPT, prefill=[p], priority=4, request_id="right")).token_ids) == 8
 
 
 @pytest.mark.parametrize(

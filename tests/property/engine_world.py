@@ -28,6 +28,7 @@ from headrace.engine.sequence import (
     StepPlan,
 )
 from headrace.errors import Overloaded, RequestCancelled, Unavailable
+from headrace.priority import rank_s
 from headrace.sampling_params import FinishReason
 from headrace.tier import Tier
 from tests.property.operations import Choices, Operation
@@ -124,7 +125,7 @@ class World:
         except Overloaded:
             assert self.engine.load().waiting >= MAX_WAITING
             return
-        arrived_s = self.driver.clock.now() + sequence.priority * scheduler.SECONDS_PER_PRIORITY
+        arrived_s = rank_s(self.driver.clock.now(), sequence.priority)
         max_tokens = sequence.sampling.max_tokens
         self.seen[sequence.id] = Seen(sequence, kind, prompt, max_tokens, (arrived_s, len(self.seen)))
 

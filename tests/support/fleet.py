@@ -131,7 +131,16 @@ class RouterSession:
         self._reader = asyncio.create_task(self._read())
 
     async def start(
-        self, token_ids, *, prefill=(), sources=(), request_id="r", salt="", timeout_s=20.0, **sampling
+        self,
+        token_ids,
+        *,
+        prefill=(),
+        sources=(),
+        request_id="r",
+        salt="",
+        timeout_s=20.0,
+        priority=0,
+        **sampling,
     ) -> Answer:
         """`sources`: pairs of a worker and how many of the prompt's blocks it is said to have."""
         params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})
@@ -142,6 +151,7 @@ class RouterSession:
             sampling=sampling_to_proto(params),
             timeout_s=timeout_s,
             cache_salt=salt,
+            priority=priority,
             prefill_workers=[worker.ref for worker in prefill],
             sources=[worker_pb2.Source(worker=worker.ref, num_blocks=num) for worker, num in sources],
         )

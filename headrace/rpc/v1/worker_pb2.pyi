@@ -16,7 +16,7 @@ class SessionRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[StartRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "timeout_s", "cache_salt", "prefill_workers", "delivered_token_ids", "sources")
+    __slots__ = ("request_id", "token_ids", "sampling", "timeout_s", "cache_salt", "prefill_workers", "delivered_token_ids", "sources", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class StartRequest(_message.Message):
     PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: EngineSampling
@@ -33,7 +34,8 @@ class StartRequest(_message.Message):
     prefill_workers: _containers.RepeatedCompositeFieldContainer[PeerRef]
     delivered_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sources: _containers.RepeatedCompositeFieldContainer[Source]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ..., delivered_token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ..., delivered_token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("worker", "num_blocks")

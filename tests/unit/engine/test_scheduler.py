@@ -6,9 +6,10 @@ import pytest
 
 from headrace.config import EngineSettings
 from headrace.engine.block_pool import BlockPool, BlockState, Hold
-from headrace.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKEN, SECONDS_PER_PRIORITY, Scheduler
+from headrace.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKEN, Scheduler
 from headrace.engine.sequence import Event, Failed, Reserved, Sequence, Started, State
 from headrace.errors import AlreadyExists, InvalidRequest, Overloaded
+from headrace.priority import SECONDS_PER_PRIORITY
 from tests.support.audit import assert_idle_pool, assert_sound
 from tests.support.engine_driver import make_sequence
 

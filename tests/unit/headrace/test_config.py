@@ -46,6 +46,29 @@ def test_of_two_assignments_the_later_one_wins():
     assert load(None, ["rpc.port=1", "rpc.port=2"], {}).rpc.port == 2
 
 
+def test_tenants_and_classes_are_settings_by_name(file):
+    path = file("router: {tenants: {acme: {weight: 2}, '*': {max_running: 3}}}\n")
+    router = load(
+        path,
+        [
+            "router.tenants.acme.max_queued_requests=5",
+            "router.classes.fast.ttft_target_s=0.5",
+            "router.classes.fast.itl_target_s=0.05",
+        ],
+        {},
+    ).router
+    acme = router.tenants["acme"]
+    assert (acme.weight, acme.max_queued_requests, acme.max_running) == (2.0, 5, None)
+    assert router.tenants["*"].max_running == 3
+    assert (router.classes["fast"].ttft_target_s, router.classes["fast"].priority) == (0.5, 0)
+    assert "router.tenants.acme.weight: '0'" in refused("router.tenants.acme.weight=0")
+    assert "router.classes.fast.priority: '9'" in refused(
+        "router.classes.fast.priority=9",
+        "router.classes.fast.ttft_target_s=1",
+        "router.classes.fast.itl_target_s=1",
+    )
+
+
 def test_values_take_the_type_of_their_field(file):
     settings = load(
         file("log_level: debug\nmodel: {cache_dir: /var/x}\n"),

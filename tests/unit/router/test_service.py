@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from headrace.block_hash import HashRoot, block_hashes
+from headrace.config import RouterSettings
 from headrace.directory.records import Role, WorkerLoad, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.rpc.channel import open_channel
@@ -14,6 +15,7 @@ from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
+from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
@@ -35,7 +37,7 @@ class Front:
 
 
 @asynccontextmanager
-async def front(files, *, with_worker=True, max_inflight=10):
+async def front(files, *, with_worker=True, **router):
     model = ServedModel("tiny", files, load_tokenizer(files), files.config.max_model_tokens)
     worker, worker_server = ManualWorker("i1"), RpcServer(RPC, [])
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker_server.grpc_server)
@@ -45,9 +47,10 @@ async def front(files, *, with_worker=True, max_inflight=10):
         view.workers["d0"] = record(files, "d0", Role.DECODE, worker_address)
         view.workers["p0"] = record(files, "p0", Role.PREFILL, "127.0.0.1:1")
     sessions = Sessions(RPC, view.mark_gone)
-    dispatcher = Dispatcher(view, sessions, load_policy("predicted_time"), model, max_inflight)
+    settings = RouterSettings.model_validate(router)
+    dispatcher = Dispatcher(view, sessions, load_policy("predicted_time"), model, Admission(settings))
     server = RpcServer(RPC, [])
-    service = InferenceService(model, RequestParser(model, 1000), dispatcher, 30.0)
+    service = InferenceService(model, RequestParser(model, 1000, settings.classes), dispatcher, 30.0)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
     channel = open_channel(await server.start(), RPC)
     try:
@@ -95,6 +98,12 @@ async def answered(call, worker, token_ids, end=END):
     return asked, [message async for message in call]
 
 
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 async def test_text_arrives_as_the_tokens_say_with_usage_at_the_end(tiny_model_files):
     async with front(tiny_model_files) as f:
         answer = f.model.tokenizer.encode("naïve 🙂 end", add_special=False)
@@ -113,7 +122,7 @@ async def test_text_arrives_as_the_tokens_say_with_usage_at_the_end(tiny_model_f
         assert last.hand_off.prefill_worker == "p0"
         assert last.timings.total_s >= last.timings.time_to_first_token_s > 0
         assert f.dispatcher.ledger.active_tokens == {}
-        assert f.dispatcher.num_inflight == 0
+        assert f.dispatcher.admission.num_running == 0
 
 
 async def test_absent_sampling_fields_take_their_defaults_and_zero_is_zero(tiny_model_files):
@@ -242,6 +251,9 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
         (ids(1, logit_bias={5: float("inf")}), "INVALID_ARGUMENT", ["logit_bias", "5", "inf"]),
         (ids(1, banned_token_ids=[260]), "INVALID_ARGUMENT", ["banned_token_ids", "260"]),
         (ids(1, n=0), "INVALID_ARGUMENT", ["n: 0", "1..64"]),
+        (inference_pb2.GenerateRequest(text="x", priority=5), "INVALID_ARGUMENT", ["priority: 5", "-4..4"]),
+        (inference_pb2.GenerateRequest(text="x", priority=-5), "INVALID_ARGUMENT", ["priority: -5", "-4..4"]),
+        (inference_pb2.GenerateRequest(text="x", service_class="a"), "INVALID_ARGUMENT", ["'a'", "none"]),
         (ids(1, n=1000), "INVALID_ARGUMENT", ["n: 1000", "1..64"]),
         (ids(1, logprobs=21), "INVALID_ARGUMENT", ["logprobs", "21", "20"]),
         (ids(1, max_tokens=2, min_tokens=3), "INVALID_ARGUMENT", ["min_tokens", "3", "2"]),
@@ -277,13 +289,98 @@ async def test_bad_input_names_field_value_and_limit(tiny_model_files, message, 
 
 
 async def test_too_many_requests_are_refused_at_once_with_a_hint(tiny_model_files):
-    async with front(tiny_model_files, max_inflight=1) as f:
+    async with front(tiny_model_files, max_inflight_requests=1, max_queued_requests=0) as f:
         first = f.stub.Generate(ids(1, 2, 3))
         asked = (await f.worker.received.get()).start
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             [_ async for _ in f.stub.Generate(ids(1, 2, 3))]
         assert failure.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(failure.value.trailing_metadata())["retry-after-ms"] == "1000"
+        f.worker.send(asked.request_id, [4], END, finish_reason="length")
+        assert [t async for m in first for t in m.token_ids] == [4]
+
+
+async def test_what_is_above_the_limit_waits_and_is_sent_with_what_is_left_of_its_time(tiny_model_files):
+    async with front(tiny_model_files, max_inflight_requests=1) as f:
+        first = f.stub.Generate(ids(1, 2, 3))
+        asked = (await f.worker.received.get()).start
+        second = f.stub.Generate(ids(4, 5, 6))
+        await until(lambda: f.dispatcher.admission.num_queued == 1)
+        assert f.worker.received.empty()
+        f.worker.send(asked.request_id, [4], END, finish_reason="length")
+        assert [t async for m in first for t in m.token_ids] == [4]
+        asked, messages = await answered(second, f.worker, [7])
+        assert list(asked.token_ids) == [4, 5, 6]
+        assert 0 < asked.timeout_s < 30  # the default
+        assert messages[-1].timings.queue_s > 0
+
+
+async def test_ab01_requests_that_are_cancelled_in_the_queue_never_reach_a_worker(tiny_model_files):
+    async with front(tiny_model_files, max_inflight_requests=2) as f:
+        running = [f.stub.Generate(ids(1, 2, 3)) for _ in range(2)]
+        asked = [(await f.worker.received.get()).start for _ in running]
+        waiting = [f.stub.Generate(ids(4, 5, 6)) for _ in range(10)]
+        await until(lambda: f.dispatcher.admission.num_queued == 10)
+        for call in waiting:
+            call.cancel()
+        await until(lambda: f.dispatcher.admission.num_queued == 0)
+        assert f.dispatcher.admission.num_left == 10
+        for call, start in zip(running, asked, strict=True):
+            f.worker.send(start.request_id, [4], END, finish_reason="length")
+            assert [t async for m in call for t in m.token_ids] == [4]
+        asked, _ = await answered(f.stub.Generate(ids(7, 8, 9)), f.worker, [5])
+        assert list(asked.token_ids) == [7, 8, 9]  # nothing came before it
+        assert f.worker.received.empty()
+
+
+CLASSES = {"fast": {"ttft_target_s": 0.5, "itl_target_s": 0.05, "priority": -2}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "priority"),
+    [
+        ({}, 0),
+        ({"priority": 4}, 4),
+        ({"service_class": "fast"}, -2),
+        ({"service_class": "fast", "priority": 0}, 0),
+    ],
+)
+async def test_the_worker_is_told_the_priority_of_the_request_or_else_of_its_class(
+    tiny_model_files, fields, priority
+):
+    async with front(tiny_model_files, classes=CLASSES) as f:
+        message = inference_pb2.GenerateRequest(text="x", **fields)
+        asked, _ = await answered(f.stub.Generate(message), f.worker, [5])
+        assert asked.priority == priority
+
+
+async def test_a_service_class_brings_its_targets(tiny_model_files):
+    model = ServedModel("tiny", tiny_model_files, load_tokenizer(tiny_model_files), 100)
+    classes = RouterSettings.model_validate({"classes": CLASSES}).classes
+    parser = RequestParser(model, 1000, classes)
+    for name, targets in (("fast", (0.5, 0.05)), ("", (None, None))):
+        message = inference_pb2.GenerateRequest(text="x", service_class=name)
+        parsed = await parser.generation(message, 1.0)
+        assert (parsed.ttft_target_s, parsed.itl_target_s) == targets
+
+
+async def test_an_unknown_service_class_is_refused_with_those_there_are(tiny_model_files):
+    async with front(tiny_model_files, classes=CLASSES) as f:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            [_ async for _ in f.stub.Generate(inference_pb2.GenerateRequest(text="x", service_class="slow"))]
+        assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "service_class: 'slow'" in failure.value.details()
+        assert "fast" in failure.value.details()
+
+
+async def test_a_prompt_that_fits_no_worker_is_refused_though_all_slots_are_taken(tiny_model_files):
+    async with front(tiny_model_files, max_inflight_requests=1) as f:
+        first = f.stub.Generate(ids(1, 2, 3))
+        asked = (await f.worker.received.get()).start
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            [_ async for _ in f.stub.Generate(ids(*[1] * 256))]
+        assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "256" in failure.value.details()
         f.worker.send(asked.request_id, [4], END, finish_reason="length")
         assert [t async for m in first for t in m.token_ids] == [4]
 
@@ -315,9 +412,7 @@ async def test_a_client_that_cancels_aborts_at_the_worker(tiny_model_files):
         asked = (await f.worker.received.get()).start
         call.cancel()
         assert (await f.worker.received.get()).abort.request_id == asked.request_id
-        async with asyncio.timeout(5):
-            while f.dispatcher.num_inflight:
-                await asyncio.sleep(0.01)
+        await until(lambda: not f.dispatcher.admission.num_running)
         assert f.dispatcher.ledger.active_tokens == {}
         assert f.service.tally.requests == {"cancelled": 1}
 
