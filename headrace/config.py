@@ -168,6 +168,12 @@ class RouterSettings(_Section):
     default_timeout_s: Seconds = Field(
         default=600.0, description="deadline of a request whose client set none"
     )
+    placement_timeout_s: Seconds = Field(
+        default=5.0, description="a request waits this long for a decode worker when none is alive"
+    )
+    max_unread_tokens: Positive = Field(
+        default=4096, description="a stream whose client leaves more than this unread is ended"
+    )
 
 
 class Settings(_Section):

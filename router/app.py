@@ -16,6 +16,7 @@ from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.tokenizer import load_tokenizer
+from router.breakers import Breakers, HealthProbe
 from router.dispatch import Dispatcher
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
@@ -56,13 +57,15 @@ class Router:
         self._directory = RedisDirectory(settings.directory)
         self._watcher = Watcher(self._directory, self.view, settings.directory)
         self._watching = _supervised(self._watcher.run(), "directory watcher")
-        self._sessions = Sessions(settings.rpc, self.view.mark_gone)
+        self._breakers = Breakers(HealthProbe(self.view, settings.rpc))
+        self._sessions = Sessions(settings.rpc, self._on_lost, settings.router.max_unread_tokens)
         self.dispatcher = Dispatcher(
             self.view,
             self._sessions,
+            self._breakers,
             load_policy(settings.router.policy),
             model,
-            settings.router.max_inflight_requests,
+            settings.router,
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes)
         service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)
@@ -81,7 +84,12 @@ class Router:
             task.cancel()
         await asyncio.gather(self._readiness, self._watching, return_exceptions=True)
         await self._sessions.close()
+        await self._breakers.close()
         await self._directory.close()
+
+    def _on_lost(self, worker_id: str, incarnation: str) -> None:
+        self.view.mark_gone(worker_id, incarnation)
+        self._breakers.failed(incarnation)
 
     async def _report_readiness(self, model: ServedModel) -> None:
         """SERVING while some decode worker of the model is alive."""

@@ -1,115 +1,142 @@
-"""One request through the fleet: snapshot, policy, session with the chosen decode worker, text out.
-
-The way of the text, for each choice: token ids ─▶ bytes ─▶ whole characters ─▶ stop strings ─▶ update.
+"""Requests through the fleet: each is placed (snapshot, policy, session with the chosen decode worker), run, and placed
+again when its worker is lost. `request_run.py` has the life of one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import replace
 
 import structlog
 
 from headrace.block_hash import HashRoot, block_hashes
+from headrace.clock import Deadline
+from headrace.config import RouterSettings
 from headrace.directory.prefix_index import Match
 from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
-from headrace.errors import HeadraceError, InternalError, Overloaded, Unavailable, WorkerGone
+from headrace.errors import DeadlineExceeded, Overloaded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
-from headrace.rpc.v1 import inference_pb2, worker_pb2
-from headrace.sampling_params import FinishReason, SamplingParams
-from headrace.tokenizer import IncrementalDetokenizer
-from router.ledger import Charge, Ledger
-from router.policy.views import ClusterView, Plan, Policy, RequestView, WorkerView, sources
+from headrace.rpc.v1 import worker_pb2
+from headrace.sampling_params import SamplingParams
+from router.breakers import Breakers
+from router.ledger import Ledger
+from router.policy.views import (
+    MAX_ALTERNATES,
+    ClusterView,
+    Plan,
+    Policy,
+    RequestView,
+    WorkerView,
+    sources,
+)
+from router.request_run import Dispatch, Phase, Progress, RequestRun, Update
 from router.requests import GenerationRequest, ServedModel
-from router.sessions import AnswerStream, ChoiceDelta, Delta, Sessions, WorkerSession
+from router.retry_budget import RetryBudget
+from router.sessions import Sessions, WorkerSession
 
 log = structlog.get_logger()
 
-_MAX_DISPATCHES = 3  # decode workers tried before the first token
-_ABORT_TIMEOUT_S = 2.0
-
-
-@dataclass(slots=True)
-class Update:
-    """New text and tokens of one choice. Its last one has `finish_reason`; the last of all choices has `end`."""
-
-    choice: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[inference_pb2.TokenLogprobs]  # one for each token, where asked for
-    finish_reason: FinishReason | None = None
-    end: worker_pb2.SequenceEnd | None = None
-
-
-@dataclass(slots=True)
-class Progress:
-    """Times of one request on this process's monotonic clock, and what was produced."""
-
-    arrived_at: float = field(default_factory=time.monotonic)
-    planned_at: float = 0.0
-    first_token_at: float = 0.0
-    ended_at: float = 0.0
-    num_output_tokens: int = 0
-    plan: Plan | None = None
+_POLL_S = 0.05
+_RETRY_AFTER_S = 1.0
 
 
 class Dispatcher:
     """Used on the event loop only."""
 
     def __init__(
-        self, view: DirectoryView, sessions: Sessions, policy: Policy, model: ServedModel, max_inflight: int
+        self,
+        view: DirectoryView,
+        sessions: Sessions,
+        breakers: Breakers,
+        policy: Policy,
+        model: ServedModel,
+        settings: RouterSettings,
     ) -> None:
         self.ledger = Ledger()
         self.num_inflight = 0
         self._view = view
         self._sessions = sessions
+        self._breakers = breakers
         self._policy = policy
         self._model = model
-        self._max_inflight = max_inflight
+        self._settings = settings
+        self._retries = RetryBudget(settings.max_inflight_requests)
         self._num_requests = 0
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncIterator[Update]:
         """Updates until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
-        if self.num_inflight >= self._max_inflight:
-            raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {self._max_inflight}")
+        limit = self._settings.max_inflight_requests
+        if self.num_inflight >= limit:
+            raise Overloaded(f"{self.num_inflight} requests are in flight, the limit is {limit}")
         self.num_inflight += 1
+        run = RequestRun(request, self._model.tokenizer, self, progress)
         try:
-            plan, start, session = await self._place(request)
-            progress.plan, progress.planned_at = plan, time.monotonic()
-            with self.ledger.charged(plan, len(request.token_ids)) as charge:
-                stream = session.start(start)
-                try:
-                    async for update in self._updates(request, session, stream, charge, progress):
-                        yield update
-                finally:
-                    if not stream.ended:
-                        session.abort(request.id)
-                    session.forget(request.id)
+            while run.phase is not Phase.ENDED:
+                for update in await run.advance():
+                    yield update
         finally:
+            run.close()
             self.num_inflight -= 1
 
-    async def _place(self, request: GenerationRequest) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession]:
-        """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again."""
-        for _ in range(_MAX_DISPATCHES):
-            self._num_requests += 1
-            cluster = self._snapshot(request)
-            plan = self._policy(RequestView(len(request.token_ids), self._num_requests), cluster)
+    async def place(self, run: RequestRun) -> Dispatch:
+        """A worker that can not be reached is marked gone, and another is tried."""
+        give_up = Deadline.after(run.deadline.share_s(self._settings.placement_timeout_s), run.deadline.clock)
+        while True:
+            plan, cluster = await self._planned(run, give_up)
             worker = plan.decode
             try:
                 session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
+                return self._started(run, plan, cluster, session)
             except WorkerGone as error:
-                log.warning("decode worker unreachable", request_id=request.label, error=str(error))
-                continue
-            log.debug("planned", request_id=request.label, plan=plan.explanation)
-            return plan, _start_message(request, plan, sources(plan, cluster)), session
-        raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")
+                log.warning("decode worker unreachable", request_id=run.request.label, error=str(error))
+            if not run.deadline.remaining_s():
+                raise DeadlineExceeded(
+                    "the request's deadline passed before a decode worker could be reached"
+                )
 
-    def _snapshot(self, request: GenerationRequest) -> ClusterView:
-        """The workers that can serve this model with one another, and what each has of this prompt."""
+    def may_retry(self) -> bool:
+        return self._retries.take()
+
+    def report(self, plan: Plan, end: worker_pb2.SequenceEnd) -> None:
+        """Prefill workers are asked in the plan's order: those before the one that did it have failed."""
+        self._breakers.succeeded(plan.decode.incarnation)
+        for worker in plan.prefill[: end.failed_attempts]:
+            self._breakers.failed(worker.incarnation)
+        for worker in plan.prefill[end.failed_attempts :]:
+            if worker.worker_id == end.prefill_worker:
+                self._breakers.succeeded(worker.incarnation)
+
+    async def _planned(self, run: RequestRun, give_up: Deadline) -> tuple[Plan, ClusterView]:
+        """As soon as there is a decode worker. Raises Unavailable when none came in time."""
+        while True:
+            try:
+                cluster = self._snapshot(run)
+                break
+            except Unavailable:
+                if not give_up.remaining_s():
+                    raise
+            await asyncio.sleep(_POLL_S)
+        self._num_requests += 1
+        plan = self._policy(RequestView(len(run.token_ids), self._num_requests), cluster)
+        return _going_on(run, plan, cluster), cluster
+
+    def _started(self, run: RequestRun, plan: Plan, cluster: ClusterView, session: WorkerSession) -> Dispatch:
+        log.debug("planned", request_id=run.request.label, plan=plan.explanation)
+        stream = session.start(_start_message(run, plan, sources(plan, cluster)))
+        resources = ExitStack()
+        charge = resources.enter_context(self.ledger.charged(plan, len(run.token_ids)))
+        return Dispatch(plan, session, stream, charge, resources)
+
+    def _snapshot(self, run: RequestRun) -> ClusterView:
+        """The workers that can serve this model with one another, and what each has of this prompt.
+
+        A decode worker that has failed this request is a candidate only while there is no other. Raises Unavailable
+        when there is none at all.
+        """
         records = [
             record
             for record in self._view.workers.values()
@@ -117,7 +144,7 @@ class Dispatcher:
         ]
         layouts = Counter(_layout(record) for record in records if not record.draining)
         if not layouts:
-            raise Unavailable(f"no worker that serves {self._model.name!r} is alive")
+            raise Unavailable(f"no worker that serves {self._model.name!r} is alive", _RETRY_AFTER_S)
         layout = layouts.most_common(1)[0][0]
         block_size, kv_dtype, _ = layout
         root = HashRoot(
@@ -125,21 +152,27 @@ class Dispatcher:
             self._model.files.tokenizer_fingerprint,
             block_size,
             kv_dtype,
-            salt=request.cache_salt,
+            salt=run.request.cache_salt,
         )
-        matched = self._view.index.match(block_hashes(root, request.token_ids))
+        matched = self._view.index.match(block_hashes(root, run.token_ids))
         peers = [
             (record, self._worker_view(record, matched.get(record.worker_id)))
             for record in records
             if _layout(record) == layout
         ]
-        serving = [(record.role, view) for record, view in peers if not record.draining]
+        serving = [
+            (record.role, view)
+            for record, view in peers
+            if not record.draining and self._breakers.allows(record.incarnation)
+        ]
         decode = tuple(view for role, view in serving if role in (Role.DECODE, Role.BOTH))
         if not decode:
-            raise Unavailable(f"no decode worker that serves {self._model.name!r} is alive")
+            raise Unavailable(
+                f"no decode worker that serves {self._model.name!r} is alive and well", _RETRY_AFTER_S
+            )
         return ClusterView(
             prefill=tuple(view for role, view in serving if role == Role.PREFILL),
-            decode=decode,
+            decode=tuple(view for view in decode if view.incarnation not in run.failed_at) or decode,
             holders=tuple(view for _, view in peers if view.cached_tokens),
         )
 
@@ -155,75 +188,23 @@ class Dispatcher:
             capacity_tokens=record.num_blocks * record.block_size_tokens,
         )
 
-    async def _updates(
-        self,
-        request: GenerationRequest,
-        session: WorkerSession,
-        stream: AnswerStream,
-        charge: Charge,
-        progress: Progress,
-    ) -> AsyncIterator[Update]:
-        running = {
-            choice: IncrementalDetokenizer(self._model.tokenizer, request.sampling.stop_strings)
-            for choice in range(request.sampling.n)
-        }
-        while running:
-            delta = await stream.next()
-            if delta.choices and not progress.first_token_at:
-                progress.first_token_at = time.monotonic()
-                charge.prefilled()
-            for choice, news in delta.choices.items():
-                if choice not in running:
-                    continue  # a stop string ended it, and the worker did not know yet
-                update = _update(choice, running[choice], news)
-                progress.num_output_tokens += len(update.token_ids)
-                charge.generated(len(update.token_ids))
-                if update.finish_reason is not None:
-                    del running[choice]
-                    if not running:
-                        update.end = delta.end or await _aborted(session, stream)
-                        progress.ended_at = time.monotonic()
-                    elif news.finish_reason is None:
-                        session.abort(request.id, choice)
-                yield update
-            if delta.end is not None and running:
-                raise InternalError(f"the worker ended the request, but not its choices {list(running)}")
 
-
-def _update(choice: int, text: IncrementalDetokenizer, news: ChoiceDelta) -> Update:
-    """What the news bring to the choice's text, and whether they end it."""
-    token_ids, piece = _push(text, news.token_ids)
-    reason = news.finish_reason
-    if text.stopped:
-        reason = FinishReason.STOP
-    elif reason is not None:
-        piece += text.finish()
-    return Update(choice, piece, token_ids, news.logprobs[: len(token_ids)], reason)
-
-
-def _push(text: IncrementalDetokenizer, token_ids: list[int]) -> tuple[list[int], str]:
-    """Tokens up to the one that completed a stop string, and the text they released."""
-    if not text.can_stop:
-        return token_ids, text.push(token_ids)
-    pieces: list[str] = []
-    for position, token_id in enumerate(token_ids, start=1):
-        pieces.append(text.push([token_id]))
-        if text.stopped:
-            return token_ids[:position], "".join(pieces)
-    return token_ids, "".join(pieces)
-
-
-async def _aborted(session: WorkerSession, stream: AnswerStream) -> worker_pb2.SequenceEnd:
-    """The answers are whole before the worker said so: stop it, and take its report with its last delta."""
-    session.abort(stream.request_id)
-    delta = Delta()
-    try:
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
-            while delta.end is None:
-                delta = await stream.take()
-    except (TimeoutError, HeadraceError):
-        return worker_pb2.SequenceEnd()  # the answers are whole without it
-    return delta.end
+def _going_on(run: RequestRun, plan: Plan, cluster: ClusterView) -> Plan:
+    """For a request that has tokens: the worker that computed its prompt has that in its cache, whatever the index says
+    yet. Several choices with tokens share no hand-off: the decode worker computes, and fetches the prompt.
+    """
+    before = run.progress.plan
+    if not run.has_tokens or before is None:
+        return plan
+    if len(run.choices) > 1:
+        return replace(plan, prefill=())
+    did_it = [
+        worker
+        for worker in cluster.prefill
+        if worker.incarnation in {p.incarnation for p in before.prefill[:1]}
+    ]
+    others = [worker for worker in plan.prefill if worker not in did_it]
+    return replace(plan, prefill=(*did_it, *others)[: 1 + MAX_ALTERNATES])
 
 
 def _fitting(request: GenerationRequest, capacity_tokens: int) -> SamplingParams:
@@ -239,14 +220,14 @@ def _layout(record: WorkerRecord) -> tuple[int, str, str]:
     return record.block_size_tokens, record.kv_dtype, record.transport
 
 
-def _start_message(
-    request: GenerationRequest, plan: Plan, holders: list[WorkerView]
-) -> worker_pb2.StartRequest:
+def _start_message(run: RequestRun, plan: Plan, holders: list[WorkerView]) -> worker_pb2.StartRequest:
+    request = run.request
     return worker_pb2.StartRequest(
-        request_id=request.id,
+        # New for each dispatch: a worker that was given up can still be busy with the one before.
+        request_id=f"{request.id}.{run.progress.num_dispatches}",
         token_ids=request.token_ids,
         sampling=sampling_to_proto(_fitting(request, plan.decode.capacity_tokens)),
-        timeout_s=request.timeout_s,
+        timeout_s=run.deadline.remaining_s(),
         cache_salt=request.cache_salt,
         prefill_workers=[_ref(worker) for worker in plan.prefill],
         sources=[
@@ -254,6 +235,11 @@ def _start_message(
                 worker=_ref(worker), num_blocks=worker.cached_tokens // worker.block_size_tokens
             )
             for worker in holders
+        ],
+        delivered=[
+            worker_pb2.DeliveredChoice(choice=number, token_ids=choice.token_ids, finished=choice.is_over)
+            for number, choice in enumerate(run.choices)
+            if choice.token_ids
         ],
     )
 
