@@ -5,8 +5,9 @@
              └─▶ prefilled here ◀─────────────────┘ ─▶ decoding ─▶ ended
 
 Every token of every choice is delivered once, whichever attempt produced it: a later one starts from prompt plus
-what was delivered. Choices that have first tokens differ, and so can not share one more hand-off: when it fails then,
-each that is not over goes on here by itself, and finds in the prefix cache what another has computed of the prompt.
+what was delivered, by this worker or by one before it that died. Choices that have first tokens differ, and so can not
+share one more hand-off: when it fails then, each that is not over goes on here by itself, and finds in the prefix cache
+what another has computed of the prompt.
 """
 
 from __future__ import annotations
@@ -40,12 +41,16 @@ class Request:
         self._session = session
         self._num_choices = start.sampling.n
         self._outputs: defaultdict[int, list[int]] = defaultdict(list)  # delivered, by choice
-        self._outputs[0] += start.delivered_token_ids
         self._over: set[int] = set()  # choices
+        for delivered in start.delivered:
+            self._outputs[delivered.choice] += delivered.token_ids
+            if delivered.finished:
+                self._over.add(delivered.choice)
         self._sequence_ids: list[str] = []  # of the attempt under way
         self._root = context.root_digest(start.cache_salt)
         self._report = HandOffReport()
-        self._pace = Pace(context.batch, len(start.token_ids) + len(start.delivered_token_ids))
+        num_delivered = sum(len(delivered.token_ids) for delivered in start.delivered)
+        self._pace = Pace(context.batch, len(start.token_ids) + num_delivered)
         self._num_failed_attempts = 0
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -81,8 +86,7 @@ class Request:
         self._end_choice(choice)
 
     async def _answer(self) -> None:
-        if self._num_choices > 1 and self._start.delivered_token_ids:
-            raise InvalidRequest("n", self._num_choices, "must be 1 to go on from delivered_token_ids")
+        self._check_delivered()
         if (
             self._start.prefill_workers
             and await self._num_uncached_tokens() >= self._context.reads.kv.min_remote_tokens
@@ -102,6 +106,13 @@ class Request:
                         error=str(failure.cause),
                     )
         await self._locally()
+
+    def _check_delivered(self) -> None:
+        choices = {*self._outputs, *self._over}
+        if choices and max(choices) >= self._num_choices:
+            raise InvalidRequest("delivered.choice", max(choices), f"must be below n, {self._num_choices}")
+        if len(self._over) == self._num_choices:
+            raise InvalidRequest("delivered.finished", len(self._over), "some choice must be left to go on")
 
     async def _through(self, ref: worker_pb2.PeerRef) -> None:
         """Answer with the prompt computed by `ref`. Raises _AttemptFailed when something else is worth trying."""
@@ -179,13 +190,18 @@ class Request:
     async def _num_uncached_tokens(self) -> int:
         hashes = self._hashes()
         num_blocks = await self._context.engine.call(lambda engine: engine.num_cached_blocks(hashes))
-        num_known = len(self._start.token_ids) + len(self._start.delivered_token_ids)
-        return num_known - num_blocks * self._context.block_size_tokens
+        return len(self._common_token_ids) - num_blocks * self._context.block_size_tokens
 
     def _hashes(self) -> list[bytes]:
         """Of the full blocks of what the request came with."""
-        token_ids = [*self._start.token_ids, *self._start.delivered_token_ids]
-        return extend(self._root, token_ids, self._context.block_size_tokens)
+        return extend(self._root, self._common_token_ids, self._context.block_size_tokens)
+
+    @property
+    def _common_token_ids(self) -> list[int]:
+        """What all choices begin with."""
+        if self._num_choices > 1:
+            return list(self._start.token_ids)
+        return [*self._start.token_ids, *self._outputs[0]]
 
     def _on_first_token(self, token: kv_pb2.FirstToken) -> None:
         """The prefill worker's token, outside any step of our engine: sent on at once."""

@@ -233,6 +233,12 @@ class RouterSettings(_Section):
         default=5.0,
         description="a prompt counts as cached where it was sent this long, or twice, before its worker says so",
     )
+    placement_timeout_s: Seconds = Field(
+        default=5.0, description="a request waits this long for a decode worker when none is alive"
+    )
+    max_unread_tokens: Positive = Field(
+        default=4096, description="a stream whose client leaves more than this unread is ended"
+    )
 
 
 class Settings(_Section):

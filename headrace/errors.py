@@ -88,6 +88,15 @@ class Overloaded(HeadraceError):
         super().__init__(f"{message}; retry after {retry_after_s:g} s")
 
 
+class SlowReader(HeadraceError):
+    """A client that does not read what its request produces."""
+
+    code = Code.RESOURCE_EXHAUSTED
+
+    def __init__(self, num_unread: int, limit: int) -> None:
+        super().__init__(f"client reads too slowly: {num_unread} tokens wait for it, the limit is {limit}")
+
+
 class DeadlineExceeded(HeadraceError):
     code = Code.DEADLINE_EXCEEDED
 
@@ -123,6 +132,11 @@ class LayoutMismatch(HeadraceError):
 class Unavailable(HeadraceError):
     code = Code.UNAVAILABLE
     retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        """`retry_after_s`: when the same call can succeed, where there is reason to think so; 0: not known."""
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{message}; retry after {retry_after_s:g} s" if retry_after_s else message)
 
 
 class WorkerGone(Unavailable):

@@ -17,11 +17,10 @@ from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
-from router.admission import Admission
+from router.breakers import Breakers, HealthProbe
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.policy import load_policy
-from router.policy.views import Targets
 from router.requests import RequestParser, ServedModel
 from router.service import InferenceService
 from router.sessions import Sessions
@@ -64,14 +63,15 @@ class Router:
         self._directory = RedisDirectory(settings.directory)
         self._watcher = Watcher(self._directory, self.view, settings.directory)
         self._watching = _supervised(self._watcher.run(), "directory watcher")
-        self._sessions = Sessions(settings.rpc, self.view.mark_gone)
+        self._breakers = Breakers(HealthProbe(self.view, settings.rpc))
+        self._sessions = Sessions(settings.rpc, self._on_lost, settings.router.max_unread_tokens)
         self.dispatcher = Dispatcher(
             self.view,
             self._sessions,
+            self._breakers,
             load_policy(settings.router.policy),
             model,
-            Admission(settings.router),
-            Targets(settings.router.ttft_target_s, settings.router.itl_target_s),
+            settings.router,
             self.metrics,
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
@@ -96,8 +96,13 @@ class Router:
             task.cancel()
         await asyncio.gather(self._readiness, self._watching, return_exceptions=True)
         await self._sessions.close()
+        await self._breakers.close()
         await self._directory.close()
         await asyncio.to_thread(self._stop_metrics)
+
+    def _on_lost(self, worker_id: str, incarnation: str) -> None:
+        self.view.mark_gone(worker_id, incarnation)
+        self._breakers.failed(incarnation)
 
     async def _report_readiness(self, model: ServedModel) -> None:
         """SERVING while some decode worker of the model is alive."""

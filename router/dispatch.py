@@ -1,6 +1,5 @@
-"""One request through the fleet: admission, snapshot, policy, session with the chosen decode worker, text out.
-
-The way of the text, for each choice: token ids ─▶ bytes ─▶ whole characters ─▶ stop strings ─▶ update.
+"""Requests through the fleet: each is placed (snapshot, policy, session with the chosen decode worker), run, and placed
+again when its worker is lost. `request_run.py` has the life of one.
 """
 
 from __future__ import annotations
@@ -8,27 +7,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import replace
 
 import structlog
 
 from headrace.block_hash import HashRoot, block_hashes
+from headrace.clock import Deadline
+from headrace.config import RouterSettings
 from headrace.directory.prefix_index import Match
 from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
-from headrace.errors import HeadraceError, InternalError, Unavailable, WorkerGone
+from headrace.errors import DeadlineExceeded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
-from headrace.sampling_params import FinishReason, SamplingParams
-from headrace.tokenizer import IncrementalDetokenizer
+from headrace.sampling_params import SamplingParams
 from router.admission import Admission, check_fits
+from router.breakers import Breakers
 from router.costs import FleetCosts
 from router.explain import explained
-from router.ledger import Charge, Ledger
+from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.policy.views import (
-    NO_TARGETS,
+    MAX_ALTERNATES,
     ClusterView,
     Plan,
     Policy,
@@ -37,39 +39,16 @@ from router.policy.views import (
     WorkerView,
     sources,
 )
+from router.request_run import Dispatch, Phase, Progress, RequestRun, Update
 from router.requests import GenerationRequest, ServedModel
-from router.sessions import AnswerStream, ChoiceDelta, Delta, Sessions, WorkerSession
+from router.retry_budget import RetryBudget
+from router.sessions import Sessions, WorkerSession
 
 log = structlog.get_logger()
 
-_MAX_DISPATCHES = 3  # decode workers tried before the first token
-_ABORT_TIMEOUT_S = 2.0
+_POLL_S = 0.05
+_RETRY_AFTER_S = 1.0
 _PREFIX_KEY_TOKENS = 256
-
-
-@dataclass(slots=True)
-class Update:
-    """New text and tokens of one choice. Its last one has `finish_reason`; the last of all choices has `end`."""
-
-    choice: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[inference_pb2.TokenLogprobs]  # one for each token, where asked for
-    finish_reason: FinishReason | None = None
-    end: worker_pb2.SequenceEnd | None = None
-
-
-@dataclass(slots=True)
-class Progress:
-    """Times of one request on this process's monotonic clock, and what was produced."""
-
-    arrived_at: float = field(default_factory=time.monotonic)
-    planned_at: float = 0.0
-    first_token_at: float = 0.0
-    ended_at: float = 0.0
-    num_output_tokens: int = 0
-    plan: Plan | None = None
-    explanation: inference_pb2.RoutingPlan | None = None  # where asked for
 
 
 class Dispatcher:
@@ -79,92 +58,131 @@ class Dispatcher:
         self,
         view: DirectoryView,
         sessions: Sessions,
+        breakers: Breakers,
         policy: Policy,
         model: ServedModel,
-        admission: Admission,
-        targets: Targets = NO_TARGETS,
+        settings: RouterSettings,
         metrics: RouterMetrics | None = None,
     ) -> None:
-        """`targets` are those of requests whose service class sets none."""
         self.ledger = Ledger()
         self.costs = FleetCosts()
-        self.admission = admission
-        self._targets = targets
+        self.admission = Admission(settings)
         self._metrics = metrics or RouterMetrics()
         self._view = view
         self._sessions = sessions
+        self._breakers = breakers
         self._policy = policy
         self._model = model
+        self._settings = settings
+        self._retries = RetryBudget(settings.max_inflight_requests)
         self._num_requests = 0
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncIterator[Update]:
         """Updates until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
         check_fits(request, self._records())
-        async with self.admission.admitted(request) as request:
-            plan, start, session, hashes = await self._place(request, progress)
-            progress.plan, progress.planned_at = plan, time.monotonic()
-            with self.ledger.charged(plan, len(request.token_ids)) as charge:
-                stream = session.start(start)
-                try:
-                    async for update in self._updates(request, session, stream, charge, progress):
+        async with self.admission.admitted(request) as admitted:
+            run = RequestRun(admitted, self._model.tokenizer, self, progress)
+            try:
+                while run.phase is not Phase.ENDED:
+                    for update in await run.advance():
                         yield update
-                finally:
-                    if not progress.first_token_at:
-                        self._forget_assumed(plan, hashes)
-                    if not stream.ended:
-                        session.abort(request.id)
-                    session.forget(request.id)
+            finally:
+                run.close()
 
     def explain(self, request: GenerationRequest) -> inference_pb2.RoutingPlan:
-        """Where it would go now, and why. Nothing is run or charged."""
+        """Where it would go now, and why. Nothing is run or charged. Raises Unavailable."""
         plan, cluster, _ = self.decide(request)
-        return explained(self._request_view(request), cluster, plan)
+        return explained(self._request_view(request, len(request.token_ids)), cluster, plan)
 
-    async def _place(
-        self, request: GenerationRequest, progress: Progress
-    ) -> tuple[Plan, worker_pb2.StartRequest, WorkerSession, Sequence[bytes]]:
-        """A plan whose decode worker answers. A worker that can not be reached is marked gone and not asked again.
-
-        The prompt's block hashes come with it; its workers are assumed to have them from now on.
+    def decide(
+        self,
+        request: GenerationRequest,
+        hashes: Sequence[bytes] | None = None,
+        run: RequestRun | None = None,
+    ) -> tuple[Plan, ClusterView, Sequence[bytes]]:
+        """Snapshot and policy, nothing else; and the hashes of the blocks, made here if not given. `run`: a request
+        that is under way may have tokens, and workers that failed it. Raises Unavailable.
         """
-        for _ in range(_MAX_DISPATCHES):
-            started = time.perf_counter()
-            plan, cluster, hashes = self.decide(request)
-            self._metrics.decision_seconds.observe(time.perf_counter() - started)
-            if request.explain:
-                progress.explanation = explained(self._request_view(request), cluster, plan)
-            self._assume(plan, hashes)  # at once: other requests are planned while this one is sent
+        token_ids = request.token_ids if run is None else run.token_ids
+        cluster, hashes = self._snapshot(request, token_ids, hashes, set() if run is None else run.failed_at)
+        self._num_requests += 1
+        return self._policy(self._request_view(request, len(token_ids)), cluster), cluster, hashes
+
+    async def place(self, run: RequestRun) -> Dispatch:
+        """A worker that can not be reached is marked gone, and another is tried."""
+        give_up = Deadline.after(run.deadline.share_s(self._settings.placement_timeout_s), run.deadline.clock)
+        while True:
+            plan, cluster, hashes = await self._planned(run, give_up)
             worker = plan.decode
             try:
                 session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
+                return self._started(run, plan, sources(plan, cluster), session, hashes)
             except WorkerGone as error:
-                log.warning("decode worker unreachable", request_id=request.label, error=str(error))
                 self._forget_assumed(plan, hashes)
-                continue
-            log.debug("planned", request_id=request.label, decode=worker.worker_id, reason=plan.reason)
-            return plan, _start_message(request, plan, sources(plan, cluster)), session, hashes
-        raise Unavailable(f"{_MAX_DISPATCHES} decode workers in a row could not be reached")
+                log.warning("decode worker unreachable", request_id=run.request.label, error=str(error))
+            if not run.deadline.remaining_s():
+                raise DeadlineExceeded(
+                    "the request's deadline passed before a decode worker could be reached"
+                )
 
-    def decide(
-        self, request: GenerationRequest, hashes: Sequence[bytes] | None = None
-    ) -> tuple[Plan, ClusterView, Sequence[bytes]]:
-        """Snapshot and policy, nothing else; and the hashes of the prompt's blocks, made here if not given.
+    def may_retry(self) -> bool:
+        return self._retries.take()
 
-        Raises Unavailable.
-        """
-        self._num_requests += 1
-        cluster, hashes = self._snapshot(request, hashes)
-        return self._policy(self._request_view(request), cluster), cluster, hashes
+    def report(self, plan: Plan, end: worker_pb2.SequenceEnd) -> None:
+        """Prefill workers are asked in the plan's order: those before the one that did it have failed."""
+        self._learn(plan, end)
+        self._breakers.succeeded(plan.decode.incarnation)
+        for worker in plan.prefill[: end.failed_attempts]:
+            self._breakers.failed(worker.incarnation)
+        for worker in plan.prefill[end.failed_attempts :]:
+            if worker.worker_id == end.prefill_worker:
+                self._breakers.succeeded(worker.incarnation)
 
-    def _request_view(self, request: GenerationRequest) -> RequestView:
-        ttft_s, itl_s = request.ttft_target_s, request.itl_target_s
+    async def _planned(self, run: RequestRun, give_up: Deadline) -> tuple[Plan, ClusterView, Sequence[bytes]]:
+        """As soon as there is a decode worker. Raises Unavailable when none came in time."""
+        while True:
+            started = time.perf_counter()
+            try:
+                plan, cluster, hashes = self.decide(run.request, run=run)
+                break
+            except Unavailable:
+                if not give_up.remaining_s():
+                    raise
+            await asyncio.sleep(_POLL_S)
+        plan = _going_on(run, plan, cluster)
+        self._metrics.decision_seconds.observe(time.perf_counter() - started)
+        self._assume(plan, hashes)  # at once: other requests are planned while this one is sent
+        if run.request.explain:
+            view = self._request_view(run.request, len(run.token_ids))
+            run.progress.explanation = explained(view, cluster, plan)
+        return plan, cluster, hashes
+
+    def _started(
+        self,
+        run: RequestRun,
+        plan: Plan,
+        holders: list[WorkerView],
+        session: WorkerSession,
+        hashes: Sequence[bytes],
+    ) -> Dispatch:
+        log.debug("planned", request_id=run.request.label, decode=plan.decode.worker_id, reason=plan.reason)
+        stream = session.start(_start_message(run, plan, holders))
+        resources = ExitStack()
+        charge = resources.enter_context(self.ledger.charged(plan, len(run.token_ids)))
+        resources.callback(
+            lambda: None if run.progress.first_token_at else self._forget_assumed(plan, hashes)
+        )
+        return Dispatch(plan, session, stream, charge, resources)
+
+    def _request_view(self, request: GenerationRequest, num_tokens: int) -> RequestView:
+        settings, ttft_s, itl_s = self._settings, request.ttft_target_s, request.itl_target_s
         return RequestView(
-            num_prompt_tokens=len(request.token_ids),
+            num_prompt_tokens=num_tokens,
             seed=self._num_requests,
             prefix_key=hash(tuple(request.token_ids[:_PREFIX_KEY_TOKENS])),
             targets=Targets(
-                self._targets.ttft_s if ttft_s is None else ttft_s,
-                self._targets.itl_s if itl_s is None else itl_s,
+                settings.ttft_target_s if ttft_s is None else ttft_s,
+                settings.itl_target_s if itl_s is None else itl_s,
             ),
         )
 
@@ -176,55 +194,75 @@ class Dispatcher:
         for worker in (*plan.prefill[:1], plan.decode):
             self._view.forget_assumed(worker.worker_id, worker.incarnation, hashes)
 
-    def _note_prediction(self, plan: Plan | None, end: worker_pb2.SequenceEnd) -> None:
-        if plan is not None and end.ByteSize():  # an empty one: the worker did not report in time
-            self._metrics.predicted(plan.predicted_cached_tokens, end.cached_tokens)
-
-    def _snapshot(
-        self, request: GenerationRequest, hashes: Sequence[bytes] | None
-    ) -> tuple[ClusterView, Sequence[bytes]]:
-        """Workers that can serve this model with one another, what each has of this prompt, and its block hashes."""
-        records = self._records()
-        layouts = Counter(_layout(record) for record in records if not record.draining)
-        if not layouts:
-            raise Unavailable(f"no worker that serves {self._model.name!r} is alive")
-        layout = layouts.most_common(1)[0][0]
-        block_size, kv_dtype, _ = layout
-        if hashes is None:
-            hashes = self._hashes(request, block_size, kv_dtype)
-        # A worker computes one token at least, so a last block that ends the prompt does not count.
-        matched = self._view.match(hashes[: (len(request.token_ids) - 1) // block_size])
-        now_s = self.ledger.clock.now()
-        peers = [
-            (record, self._worker_view(record, matched.get(record.worker_id), now_s))
-            for record in records
-            if _layout(record) == layout
-        ]
-        serving = [(record.role, view) for record, view in peers if not record.draining]
-        decode = tuple(view for role, view in serving if role in (Role.DECODE, Role.BOTH))
-        if not decode:
-            raise Unavailable(f"no decode worker that serves {self._model.name!r} is alive")
-        cluster = ClusterView(
-            prefill=tuple(view for role, view in serving if role == Role.PREFILL),
-            decode=decode,
-            holders=tuple(view for _, view in peers if view.reported_tokens),
-            token_bytes=max(record.block_bytes for record, _ in peers) / block_size,
-            transfer=self.costs.transfer,
-        )
-        return cluster, hashes
+    def _learn(self, plan: Plan, end: worker_pb2.SequenceEnd) -> None:
+        """What the request's report tells of caches and speed. An empty one: the worker did not report in time."""
+        if not end.ByteSize():
+            return
+        self._metrics.predicted(plan.predicted_cached_tokens, end.cached_tokens)
+        workers, decode = self._view.workers, plan.decode.worker_id
+        self.costs.observe(workers.get(end.prefill_worker or decode), workers.get(decode), end)
 
     def _records(self) -> list[WorkerRecord]:
         """Workers that serve this model."""
         fingerprint = self._model.files.fingerprint
         return [record for record in self._view.workers.values() if record.model_fingerprint == fingerprint]
 
-    def _hashes(self, request: GenerationRequest, block_size: int, kv_dtype: str) -> list[bytes]:
-        """Of the prompt's full blocks."""
+    def _hashes(
+        self, request: GenerationRequest, token_ids: Sequence[int], block_size: int, kv_dtype: str
+    ) -> list[bytes]:
+        """Of the full blocks."""
         files = self._model.files
         root = HashRoot(
             files.fingerprint, files.tokenizer_fingerprint, block_size, kv_dtype, salt=request.cache_salt
         )
-        return block_hashes(root, request.token_ids)
+        return block_hashes(root, token_ids)
+
+    def _snapshot(
+        self,
+        request: GenerationRequest,
+        token_ids: Sequence[int],
+        hashes: Sequence[bytes] | None,
+        failed_at: Set[str],
+    ) -> tuple[ClusterView, Sequence[bytes]]:
+        """Workers that can serve this model with one another, what each has of this prompt, and its block hashes.
+
+        A decode worker that has failed this request is a candidate only while there is no other. Raises Unavailable
+        when there is none at all.
+        """
+        records = self._records()
+        layouts = Counter(_layout(record) for record in records if not record.draining)
+        if not layouts:
+            raise Unavailable(f"no worker that serves {self._model.name!r} is alive", _RETRY_AFTER_S)
+        layout = layouts.most_common(1)[0][0]
+        block_size, kv_dtype, _ = layout
+        if hashes is None:
+            hashes = self._hashes(request, token_ids, block_size, kv_dtype)
+        # A worker computes one token at least, so a last block that ends the prompt does not count.
+        matched = self._view.match(hashes[: (len(token_ids) - 1) // block_size])
+        now_s = self.ledger.clock.now()
+        peers = [
+            (record, self._worker_view(record, matched.get(record.worker_id), now_s))
+            for record in records
+            if _layout(record) == layout
+        ]
+        serving = [
+            (record.role, view)
+            for record, view in peers
+            if not record.draining and self._breakers.allows(record.incarnation)
+        ]
+        decode = tuple(view for role, view in serving if role in (Role.DECODE, Role.BOTH))
+        if not decode:
+            raise Unavailable(
+                f"no decode worker that serves {self._model.name!r} is alive and well", _RETRY_AFTER_S
+            )
+        cluster = ClusterView(
+            prefill=tuple(view for role, view in serving if role == Role.PREFILL),
+            decode=tuple(view for view in decode if view.incarnation not in failed_at) or decode,
+            holders=tuple(view for _, view in peers if view.reported_tokens),
+            token_bytes=max(record.block_bytes for record, _ in peers) / block_size,
+            transfer=self.costs.transfer,
+        )
+        return cluster, hashes
 
     def _worker_view(self, record: WorkerRecord, match: Match | None, now_s: float) -> WorkerView:
         account = self.ledger.of(record.incarnation)
@@ -244,83 +282,23 @@ class Dispatcher:
             costs=self.costs.of(record),
         )
 
-    def _learn(self, plan: Plan | None, end: worker_pb2.SequenceEnd) -> None:
-        """What the request's report tells of its workers' speed."""
-        if plan is not None:
-            workers, decode = self._view.workers, plan.decode.worker_id
-            self.costs.observe(workers.get(end.prefill_worker or decode), workers.get(decode), end)
 
-    async def _updates(
-        self,
-        request: GenerationRequest,
-        session: WorkerSession,
-        stream: AnswerStream,
-        charge: Charge,
-        progress: Progress,
-    ) -> AsyncIterator[Update]:
-        running = {
-            choice: IncrementalDetokenizer(self._model.tokenizer, request.sampling.stop_strings)
-            for choice in range(request.sampling.n)
-        }
-        while running:
-            delta = await stream.next()
-            if delta.choices and not progress.first_token_at:
-                progress.first_token_at = time.monotonic()
-                charge.prefilled()
-            for choice, news in delta.choices.items():
-                if choice not in running:
-                    continue  # a stop string ended it, and the worker did not know yet
-                update = _update(choice, running[choice], news)
-                progress.num_output_tokens += len(update.token_ids)
-                charge.generated(len(update.token_ids))
-                if update.finish_reason is not None:
-                    del running[choice]
-                    if not running:
-                        update.end = delta.end or await _aborted(session, stream)
-                        self._note_prediction(progress.plan, update.end)
-                        progress.ended_at = time.monotonic()
-                        self._learn(progress.plan, update.end)
-                    elif news.finish_reason is None:
-                        session.abort(request.id, choice)
-                yield update
-            if delta.end is not None and running:
-                raise InternalError(f"the worker ended the request, but not its choices {list(running)}")
-
-
-def _update(choice: int, text: IncrementalDetokenizer, news: ChoiceDelta) -> Update:
-    """What the news bring to the choice's text, and whether they end it."""
-    token_ids, piece = _push(text, news.token_ids)
-    reason = news.finish_reason
-    if text.stopped:
-        reason = FinishReason.STOP
-    elif reason is not None:
-        piece += text.finish()
-    return Update(choice, piece, token_ids, news.logprobs[: len(token_ids)], reason)
-
-
-def _push(text: IncrementalDetokenizer, token_ids: list[int]) -> tuple[list[int], str]:
-    """Tokens up to the one that completed a stop string, and the text they released."""
-    if not text.can_stop:
-        return token_ids, text.push(token_ids)
-    pieces: list[str] = []
-    for position, token_id in enumerate(token_ids, start=1):
-        pieces.append(text.push([token_id]))
-        if text.stopped:
-            return token_ids[:position], "".join(pieces)
-    return token_ids, "".join(pieces)
-
-
-async def _aborted(session: WorkerSession, stream: AnswerStream) -> worker_pb2.SequenceEnd:
-    """The answers are whole before the worker said so: stop it, and take its report with its last delta."""
-    session.abort(stream.request_id)
-    delta = Delta()
-    try:
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
-            while delta.end is None:
-                delta = await stream.take()
-    except (TimeoutError, HeadraceError):
-        return worker_pb2.SequenceEnd()  # the answers are whole without it
-    return delta.end
+def _going_on(run: RequestRun, plan: Plan, cluster: ClusterView) -> Plan:
+    """For a request that has tokens: the worker that computed its prompt has that in its cache, whatever the index says
+    yet. Several choices with tokens share no hand-off: the decode worker computes, and fetches the prompt.
+    """
+    before = run.progress.plan
+    if not run.has_tokens or before is None:
+        return plan
+    if len(run.choices) > 1:
+        return replace(plan, prefill=())
+    did_it = [
+        worker
+        for worker in cluster.prefill
+        if worker.incarnation in {p.incarnation for p in before.prefill[:1]}
+    ]
+    others = [worker for worker in plan.prefill if worker not in did_it]
+    return replace(plan, prefill=(*did_it, *others)[: 1 + MAX_ALTERNATES])
 
 
 def _fitting(request: GenerationRequest, capacity_tokens: int) -> SamplingParams:
@@ -336,14 +314,14 @@ def _layout(record: WorkerRecord) -> tuple[int, str, str]:
     return record.block_size_tokens, record.kv_dtype, record.transport
 
 
-def _start_message(
-    request: GenerationRequest, plan: Plan, holders: list[WorkerView]
-) -> worker_pb2.StartRequest:
+def _start_message(run: RequestRun, plan: Plan, holders: list[WorkerView]) -> worker_pb2.StartRequest:
+    request = run.request
     return worker_pb2.StartRequest(
-        request_id=request.id,
+        # New for each dispatch: a worker that was given up can still be busy with the one before.
+        request_id=f"{request.id}.{run.progress.num_dispatches}",
         token_ids=request.token_ids,
         sampling=sampling_to_proto(_fitting(request, plan.decode.capacity_tokens)),
-        timeout_s=request.timeout_s,
+        timeout_s=run.deadline.remaining_s(),
         cache_salt=request.cache_salt,
         priority=request.priority,
         prefill_workers=[_ref(worker) for worker in plan.prefill],
@@ -352,6 +330,11 @@ def _start_message(
                 worker=_ref(worker), num_blocks=worker.reported_tokens // worker.block_size_tokens
             )
             for worker in holders
+        ],
+        delivered=[
+            worker_pb2.DeliveredChoice(choice=number, token_ids=choice.token_ids, finished=choice.is_over)
+            for number, choice in enumerate(run.choices)
+            if choice.token_ids
         ],
     )
 

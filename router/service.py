@@ -12,7 +12,8 @@ import structlog
 from headrace.errors import HeadraceError
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.sampling_params import FinishReason
-from router.dispatch import Dispatcher, Progress, Update
+from router.dispatch import Dispatcher
+from router.request_run import Progress, Update
 from router.requests import GenerationRequest, RequestParser, ServedModel
 from router.tally import Tally
 
@@ -103,7 +104,8 @@ def _response(
     end = update.end
     response.usage.prompt_tokens = len(request.token_ids)
     response.usage.completion_tokens = progress.num_output_tokens
-    response.usage.cached_tokens = end.cached_tokens
+    # A worker that went on after another's loss may have found tokens of the answer in its cache, too.
+    response.usage.cached_tokens = min(end.cached_tokens, len(request.token_ids))
     response.timings.queue_s = progress.planned_at - progress.arrived_at
     response.timings.prefill_s = progress.first_token_at - progress.planned_at
     response.timings.time_to_first_token_s = progress.first_token_at - progress.arrived_at
@@ -125,5 +127,6 @@ def _log_end(request: GenerationRequest, progress: Progress, outcome: str) -> No
         outcome=outcome,
         prompt_tokens=len(request.token_ids),
         output_tokens=progress.num_output_tokens,
+        dispatches=progress.num_dispatches,
         seconds=round(time.monotonic() - progress.arrived_at, 4),
     )

@@ -10,9 +10,8 @@ import grpc
 import structlog
 
 from headrace.config import RpcSettings
-from headrace.errors import Code, HeadraceError, PeerError, WorkerGone
+from headrace.errors import Code, HeadraceError, PeerError, SlowReader, WorkerGone
 from headrace.rpc.channel import open_channel
-from headrace.rpc.status import from_rpc_error
 from headrace.rpc.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from headrace.sampling_params import FinishReason
 
@@ -39,16 +38,24 @@ class Delta:
 
 
 class AnswerStream:
-    """One request's deltas. A consumer that is slow gets them merged, so what is kept is bounded by the answer."""
+    """One request's deltas. A consumer that is slow gets them merged; one that is too slow gets what there is, and then
+    SlowReader: so what is kept is bounded by the answer, and by `max_unread_tokens` and one frame.
+    """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, max_unread_tokens: int) -> None:
         self.request_id = request_id
+        self._max_unread_tokens = max_unread_tokens
+        self._num_unread_tokens = 0
         self.ended = False  # the worker has nothing to do for it any more
         self._delta = Delta()
         self._error: HeadraceError | None = None
         self._ready = asyncio.Event()
 
-    def push(self, message: worker_pb2.SequenceDelta) -> None:
+    def push(self, message: worker_pb2.SequenceDelta) -> bool:
+        """Returns False once the consumer is too slow: nothing more is taken, and the worker is to stop."""
+        if self._error is not None:
+            return False
+        self._num_unread_tokens += len(message.token_ids)
         if message.token_ids or message.finish_reason:
             news = self._delta.choices.setdefault(message.choice, ChoiceDelta())
             news.token_ids.extend(message.token_ids)
@@ -58,10 +65,15 @@ class AnswerStream:
         if message.HasField("end"):
             self._delta.end = message.end
             self.ended = True
+        elif self._num_unread_tokens > self._max_unread_tokens:
+            self.fail(SlowReader(self._num_unread_tokens, self._max_unread_tokens))
+            return False
         self._ready.set()
+        return True
 
     def fail(self, error: HeadraceError) -> None:
-        self._error = error
+        """The first error stays."""
+        self._error = self._error or error
         self.ended = True
         self._ready.set()
 
@@ -69,6 +81,7 @@ class AnswerStream:
         """Waits for news and returns it as it came, an error end included. Raises WorkerGone when the session broke."""
         await self._ready.wait()
         delta, self._delta = self._delta, Delta()
+        self._num_unread_tokens = 0
         if self._error is None:
             self._ready.clear()
         elif not (delta.choices or delta.end):
@@ -90,7 +103,10 @@ class AnswerStream:
 class WorkerSession:
     """An open session. `lost` is set once it has ended; its requests have failed by then."""
 
-    def __init__(self, worker_id: str, incarnation: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, worker_id: str, incarnation: str, channel: grpc.aio.Channel, max_unread_tokens: int
+    ) -> None:
+        self._max_unread_tokens = max_unread_tokens
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.lost = False
@@ -114,17 +130,20 @@ class WorkerSession:
     async def run(self, on_lost: Callable[[], None]) -> None:
         """Carry messages both ways until the stream ends; then call `on_lost` and fail what is left."""
         writer = asyncio.create_task(self._write(), name=f"session writer {self.worker_id}")
-        error: HeadraceError = WorkerGone(f"decode worker {self.worker_id} ended its session")
+        error = WorkerGone(f"decode worker {self.worker_id} ended its session")
         try:
             while isinstance(
                 frame := await self._call.read(), worker_pb2.StepFrame
             ):  # else: the end of the stream
                 for delta in frame.deltas:
                     stream = self._streams.get(delta.request_id)
-                    if stream is not None:
-                        stream.push(delta)
-        except grpc.aio.AioRpcError as rpc_error:
-            error = from_rpc_error(rpc_error, f"decode worker {self.worker_id}")
+                    if stream is not None and not stream.push(delta):
+                        self.abort(delta.request_id)
+                        self.forget(delta.request_id)
+        except (
+            grpc.aio.AioRpcError
+        ) as rpc_error:  # whatever it says, this worker's answers do not come any more
+            error = WorkerGone(f"decode worker {self.worker_id}: {_reason(rpc_error)}")
         finally:
             self.lost = True
             writer.cancel()
@@ -137,7 +156,7 @@ class WorkerSession:
         """Send a request. Its deltas come to the stream until `forget`. Raises WorkerGone."""
         if self.lost:
             raise WorkerGone(f"decode worker {self.worker_id} was lost")
-        stream = self._streams[start.request_id] = AnswerStream(start.request_id)
+        stream = self._streams[start.request_id] = AnswerStream(start.request_id, self._max_unread_tokens)
         self._outgoing.put_nowait(worker_pb2.SessionRequest(start=start))
         return stream
 
@@ -165,9 +184,10 @@ class WorkerSession:
 class Sessions:
     """All sessions, opened when first needed and shared by all requests."""
 
-    def __init__(self, rpc: RpcSettings, on_lost: Callable[[str, str], None]) -> None:
+    def __init__(self, rpc: RpcSettings, on_lost: Callable[[str, str], None], max_unread_tokens: int) -> None:
         """`on_lost(worker_id, incarnation)` is called when a session ends or can not be opened."""
         self._rpc = rpc
+        self._max_unread_tokens = max_unread_tokens
         self._on_lost = on_lost
         self._opening: dict[str, asyncio.Task[WorkerSession]] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -194,7 +214,9 @@ class Sessions:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _open(self, worker_id: str, incarnation: str, address: str) -> WorkerSession:
-        session = WorkerSession(worker_id, incarnation, open_channel(address, self._rpc))
+        session = WorkerSession(
+            worker_id, incarnation, open_channel(address, self._rpc), self._max_unread_tokens
+        )
         try:
             await session.open()
         except WorkerGone:

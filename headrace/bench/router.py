@@ -36,7 +36,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.tier import Tier
 from headrace.tokenizer import Tokenizer
 from headrace.tokenizer.vocabulary import Vocabulary
-from router.admission import Admission
+from router.breakers import Breakers, HealthProbe
 from router.dispatch import Dispatcher
 from router.policy import load_policy
 from router.requests import GenerationRequest, RequestParser, ServedModel
@@ -141,9 +141,7 @@ class _Fleet:
         for number in range(num_workers):
             role = Role.PREFILL if number % 2 else Role.DECODE
             self._add_worker(f"{role}-{number}", role, num_blocks // num_workers)
-        sessions = Sessions(RpcSettings(), self.view.mark_gone)
-        policy = load_policy(RouterSettings().policy)
-        self._dispatcher = Dispatcher(self.view, sessions, policy, bench_model(), Admission(RouterSettings()))
+        self._dispatcher = make_dispatcher(self.view, RpcSettings(), bench_model())[1]
 
     def match_s(self, num_tokens: int) -> float:
         hashes = self._prompt(num_tokens // _BLOCK_SIZE_TOKENS)
@@ -257,10 +255,8 @@ async def _router_and_worker() -> AsyncGenerator[_Doors]:
         stack.push_async_callback(worker_server.stop, 0)
         view = DirectoryView()
         view.admit(bench_record("decode-0", Role.DECODE, worker_address))
-        sessions = Sessions(rpc, view.mark_gone)
+        sessions, dispatcher = make_dispatcher(view, rpc, model)
         stack.push_async_callback(sessions.close)
-        policy = load_policy(RouterSettings().policy)
-        dispatcher = Dispatcher(view, sessions, policy, model, Admission(RouterSettings()))
         server = RpcServer(rpc, [])
         service = InferenceService(model, RequestParser(model, 1 << 20), dispatcher, 60.0)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
@@ -385,3 +381,11 @@ def _quantiles(run: Callable[[], float], num_runs: int) -> tuple[float, float, f
     times = [run() for _ in range(num_runs)]
     low, high = np.quantile(times, (0.5, 0.99)).tolist()
     return low, high, sum(times) / len(times)
+
+
+def make_dispatcher(view: DirectoryView, rpc: RpcSettings, model: ServedModel) -> tuple[Sessions, Dispatcher]:
+    """As a router makes them, with default settings."""
+    settings = RouterSettings()
+    sessions = Sessions(rpc, view.mark_gone, settings.max_unread_tokens)
+    breakers = Breakers(HealthProbe(view, rpc))
+    return sessions, Dispatcher(view, sessions, breakers, load_policy(settings.policy), model, settings)

@@ -18,6 +18,7 @@ from headrace.errors import (
     LayoutMismatch,
     Overloaded,
     PeerError,
+    Unavailable,
     WorkerGone,
 )
 
@@ -37,7 +38,7 @@ def status_code(code: Code) -> grpc.StatusCode:
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: HeadraceError) -> None:
     """End the call with the error's status. Raises, as `context.abort` does."""
     metadata: list[tuple[str, str | bytes]] = [(ANSWERED_KEY, "1")]
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
     if isinstance(error, LayoutMismatch):
         values = (error.field, *(str(v).encode() for v in (error.ours, error.theirs, error.requirement)))

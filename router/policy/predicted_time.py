@@ -62,11 +62,9 @@ def choose(request: RequestView, cluster: ClusterView) -> Plan:
         for decode in _best_local(request, cluster.decode, random)
     ]
     kept = [option for option in options if option.prediction.itl_s <= request.targets.itl_s]
-    if kept:
-        best, reason = _cheapest(request, _worthwhile(kept), random)
-    else:
-        best = min(options, key=lambda option: (_excess(request, option.prediction), random.random()))
-        reason = "no plan keeps the ITL target; this one misses the targets least"
+    best, reason = _cheapest(request, _worthwhile(kept or _closest(request, options)), random)
+    if not kept:
+        reason = f"no plan keeps the ITL target; of those that miss the targets least, {reason}"
     return Plan(best.decode, _with_alternates(best, prefill), best.prediction, reason)
 
 
@@ -93,6 +91,12 @@ def _cheapest(request: RequestView, options: list[_Option], random: Random) -> t
         " this one computes least anew, then has the lighter workers"
     )
     return min(near, key=preference), reason
+
+
+def _closest(request: RequestView, options: list[_Option]) -> list[_Option]:
+    """Those that miss the targets least, or nearly so."""
+    least = min(_excess(request, option.prediction) for option in options)
+    return [o for o in options if _excess(request, o.prediction) <= least * (1 + _NEAR)]
 
 
 def _excess(request: RequestView, prediction: Prediction) -> float:

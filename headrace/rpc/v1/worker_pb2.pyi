@@ -16,15 +16,15 @@ class SessionRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[StartRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "timeout_s", "cache_salt", "prefill_workers", "delivered_token_ids", "sources", "priority")
+    __slots__ = ("request_id", "token_ids", "sampling", "timeout_s", "cache_salt", "prefill_workers", "sources", "delivered", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    DELIVERED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    DELIVERED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -32,10 +32,20 @@ class StartRequest(_message.Message):
     timeout_s: float
     cache_salt: str
     prefill_workers: _containers.RepeatedCompositeFieldContainer[PeerRef]
-    delivered_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sources: _containers.RepeatedCompositeFieldContainer[Source]
+    delivered: _containers.RepeatedCompositeFieldContainer[DeliveredChoice]
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ..., delivered_token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., delivered: _Optional[_Iterable[_Union[DeliveredChoice, _Mapping]]] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class DeliveredChoice(_message.Message):
+    __slots__ = ("choice", "token_ids", "finished")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finished: bool
+    def __init__(self, choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("worker", "num_blocks")

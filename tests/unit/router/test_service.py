@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -15,7 +16,7 @@ from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
-from router.admission import Admission
+from router.breakers import MAX_FAILURES, Breakers, HealthProbe
 from router.dispatch import Dispatcher
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
@@ -23,11 +24,15 @@ from router.service import InferenceService
 from router.sessions import Sessions
 from tests.unit.router.test_sessions import RPC, ManualWorker
 
-END = worker_pb2.SequenceEnd(cached_tokens=8, prefill_worker="p0", blocks_moved=3)
+END = worker_pb2.SequenceEnd(cached_tokens=1, prefill_worker="p0", blocks_moved=3)
+
+# A client whose receive window stays at 64 KiB: how far gRPC opens it for others depends on the machine's speed.
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
 
 
 class Front:
-    def __init__(self, stub, worker, service, dispatcher, view, model) -> None:
+    def __init__(self, stub, worker, service, dispatcher, view, model, address) -> None:
+        self.address = address
         self.service = service
         self.stub = stub
         self.worker = worker
@@ -46,19 +51,23 @@ async def front(files, *, with_worker=True, **router):
     if with_worker:
         view.workers["d0"] = record(files, "d0", Role.DECODE, worker_address)
         view.workers["p0"] = record(files, "p0", Role.PREFILL, "127.0.0.1:1")
-    sessions = Sessions(RPC, view.mark_gone)
-    settings = RouterSettings.model_validate(router)
-    dispatcher = Dispatcher(view, sessions, load_policy("predicted_time"), model, Admission(settings))
+    settings = RouterSettings.model_validate({"placement_timeout_s": 0.1, **router})
+    sessions = Sessions(RPC, view.mark_gone, settings.max_unread_tokens)
+    breakers = Breakers(HealthProbe(view, RPC))
+    dispatcher = Dispatcher(view, sessions, breakers, load_policy("predicted_time"), model, settings)
     server = RpcServer(RPC, [])
     service = InferenceService(model, RequestParser(model, 1000, settings.classes), dispatcher, 30.0)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
-    channel = open_channel(await server.start(), RPC)
+    address = await server.start()
+    channel = open_channel(address, RPC)
     try:
-        yield Front(inference_pb2_grpc.InferenceStub(channel), worker, service, dispatcher, view, model)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        yield Front(stub, worker, service, dispatcher, view, model, address)
     finally:
         await channel.close()
         await server.stop(0)
         await sessions.close()
+        await breakers.close()
         worker.frames.put_nowait(None)
         await worker_server.stop(0)
 
@@ -118,7 +127,7 @@ async def test_text_arrives_as_the_tokens_say_with_usage_at_the_end(tiny_model_f
         assert last.finish_reason == inference_pb2.FINISH_REASON_LENGTH
         assert last.usage.prompt_tokens == len(asked.token_ids)
         assert last.usage.completion_tokens == len(answer)
-        assert last.usage.cached_tokens == 8
+        assert last.usage.cached_tokens == 1
         assert last.hand_off.prefill_worker == "p0"
         assert last.timings.total_s >= last.timings.time_to_first_token_s > 0
         assert f.dispatcher.ledger.active_tokens == {}
@@ -393,7 +402,7 @@ async def test_without_a_decode_worker_the_answer_is_unavailable(tiny_model_file
         assert "'tiny'" in failure.value.details()
 
 
-async def test_a_worker_that_is_lost_fails_the_request_and_is_not_asked_again(tiny_model_files):
+async def test_without_another_decode_worker_a_lost_one_ends_the_request_with_a_hint(tiny_model_files):
     async with front(tiny_model_files) as f:
         call = f.stub.Generate(ids(1, 2, 3))
         asked = (await f.worker.received.get()).start
@@ -402,8 +411,224 @@ async def test_a_worker_that_is_lost_fails_the_request_and_is_not_asked_again(ti
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             [_ async for _ in call]
         assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert dict(failure.value.trailing_metadata())["retry-after-ms"] == "1000"
         assert "d0" not in f.view.workers
         assert f.dispatcher.ledger.active_tokens == {}
+
+
+async def test_a_request_waits_for_a_decode_worker(tiny_model_files):
+    async with front(tiny_model_files, placement_timeout_s=20) as f:
+        known = f.view.workers.pop("d0")
+        call = f.stub.Generate(ids(1, 2, 3))
+        await until(lambda: f.dispatcher.admission.num_running)
+        f.view.workers["d0"] = known
+        _, messages = await answered(call, f.worker, [5])
+        assert [t for message in messages for t in message.token_ids] == [5]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        None,  # its session ends
+        worker_pb2.SequenceEnd(error_code="UNAVAILABLE", error_message="draining"),
+        worker_pb2.SequenceEnd(error_code="CANCELLED"),
+    ],
+)
+async def test_a_request_goes_on_at_another_worker_from_its_tokens_so_far(tiny_model_files, how):
+    """One whole character is split over the two workers; one choice was over; every update comes once."""
+    async with front(tiny_model_files) as f, manual_worker(f, "d1") as other:
+        d1 = f.view.workers.pop("d1")
+        encode = f.model.tokenizer.encode
+        text = encode("naïve 🙂 end", add_special=False)
+        call = f.stub.Generate(ids(*range(1, 30), n=3, logprobs=0, max_tokens=50))
+        first = (await f.worker.received.get()).start
+        f.view.workers["d1"] = d1
+        assert not first.delivered
+        assert first.prefill_workers
+        logprobs = [inference_pb2.TokenLogprobs(logprob=-p) for p in range(len(text))]
+        f.worker.send(first.request_id, text[:3], logprobs=logprobs[:3])
+        f.worker.send(first.request_id, [7, 8], choice=1, finish_reason="stop")
+        lost(f.worker, first.request_id, how)
+        second = (await other.received.get()).start
+        assert second.request_id != first.request_id
+        assert second.sampling == first.sampling
+        assert 0 < second.timeout_s <= first.timeout_s
+        assert not second.prefill_workers  # the choices have split
+        assert [(d.choice, list(d.token_ids), d.finished) for d in second.delivered] == [
+            (0, text[:3], False),
+            (1, [7, 8], True),
+        ]
+        other.send(second.request_id, text[3:], logprobs=logprobs[3:], finish_reason="stop")
+        other.send(second.request_id, [9], END, choice=2, finish_reason="length")
+        messages = [message async for message in call]
+        own = [message for message in messages if message.choice == 0]
+        assert "".join(message.text for message in own) == "naïve 🙂 end"
+        assert [t for message in own for t in message.token_ids] == text
+        assert [e.logprob for message in own for e in message.logprobs] == [-p for p in range(len(text))]
+        assert [t for m in messages if m.choice == 1 for t in m.token_ids] == [7, 8]
+        assert [t for m in messages if m.choice == 2 for t in m.token_ids] == [9]
+        assert len([m for m in messages if m.finish_reason]) == 3
+        assert messages[-1].usage.completion_tokens == len(text) + 3
+        assert messages[-1].hand_off.decode_worker == "d1"
+        assert f.dispatcher.ledger.active_tokens == {}
+        assert f.dispatcher.ledger.pending_prefill_tokens == {}
+
+
+async def test_the_prefill_worker_of_the_lost_dispatch_is_asked_again(tiny_model_files):
+    """It has the prompt in its cache, whatever the index says."""
+    async with front(tiny_model_files) as f, manual_worker(f, "d1") as other:
+        d1 = f.view.workers.pop("d1")
+        call = f.stub.Generate(ids(*range(1, 30)))
+        first = (await f.worker.received.get()).start
+        f.view.workers["d1"] = d1
+        f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        hashes = block_hashes(
+            HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32"),
+            list(range(1, 30)),
+        )
+        f.view.index.store("p1", dict.fromkeys(hashes, Tier.HOST))
+        f.worker.send(first.request_id, [50])
+        f.worker.frames.put_nowait(None)
+        second = (await other.received.get()).start
+        assert [ref.worker_id for ref in second.prefill_workers] == ["p0", "p1"]
+        other.send(second.request_id, [51], END, finish_reason="length")
+        assert [t async for m in call for t in m.token_ids] == [50, 51]
+
+
+async def test_a_stop_string_over_the_loss_of_a_worker(tiny_model_files):
+    async with front(tiny_model_files) as f, manual_worker(f, "d1") as other:
+        d1 = f.view.workers.pop("d1")
+        encode = f.model.tokenizer.encode
+        call = f.stub.Generate(inference_pb2.GenerateRequest(text="x", sampling={"stop": ["STOP"]}))
+        first = (await f.worker.received.get()).start
+        f.view.workers["d1"] = d1
+        f.worker.send(first.request_id, encode("one ST", add_special=False))
+        f.worker.frames.put_nowait(None)
+        second = (await other.received.get()).start
+        assert list(second.delivered[0].token_ids) == encode("one ST", add_special=False)
+        other.send(second.request_id, encode("OP two", add_special=False))
+        assert (await other.received.get()).abort.request_id == second.request_id
+        other.send(second.request_id, end=END)
+        messages = [message async for message in call]
+        assert "".join(message.text for message in messages) == "one "
+        assert messages[-1].finish_reason == inference_pb2.FINISH_REASON_STOP
+
+
+async def test_a_request_is_dispatched_three_times_at_most(tiny_model_files):
+    async with (
+        front(tiny_model_files) as f,
+        manual_worker(f, "d1") as d1,
+        manual_worker(f, "d2") as d2,
+        manual_worker(f, "d3"),
+    ):
+        others = {name: f.view.workers.pop(name) for name in ("d1", "d2", "d3")}
+        call = f.stub.Generate(ids(1, 2, 3))
+        for worker, following in ((f.worker, "d1"), (d1, "d2"), (d2, "d3")):  # one after the other is alive
+            asked = (await worker.received.get()).start
+            f.view.workers[following] = others[following]
+            worker.send(asked.request_id, [4])
+            worker.frames.put_nowait(None)
+        received = []
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for message in call:
+                received += message.token_ids
+        assert received == [4, 4, 4]
+        assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "3 decode workers" in failure.value.details()
+        assert set(f.view.workers) == {"d3", "p0"}
+
+
+async def test_a_client_that_cancels_a_request_between_workers_leaves_nothing(tiny_model_files):
+    async with front(tiny_model_files, placement_timeout_s=20) as f:
+        call = f.stub.Generate(ids(1, 2, 3))
+        asked = (await f.worker.received.get()).start
+        f.worker.send(asked.request_id, [4])
+        await anext(aiter(call))
+        f.worker.frames.put_nowait(None)
+        await until(lambda: "d0" not in f.view.workers)
+        await until(lambda: not f.dispatcher.ledger.active_tokens)
+        assert f.dispatcher.admission.num_running == 1
+        call.cancel()
+        await until(lambda: not f.dispatcher.admission.num_running)
+        assert f.service.tally.requests == {"cancelled": 1}
+
+
+async def test_ro06_a_refused_connection_marks_the_worker_down_and_another_is_tried(tiny_model_files):
+    async with front(tiny_model_files) as f:
+        stale = record(f.model.files, "d9", Role.DECODE, "127.0.0.1:1")
+        f.view.workers["d9"] = replace(stale, num_blocks=6400)  # the emptiest by far
+        _, messages = await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5])
+        assert messages[-1].hand_off.decode_worker == "d0"
+        assert "d9" not in f.view.workers
+
+
+async def test_ro06_a_prefill_worker_that_fails_is_set_aside_until_it_is_well(tiny_model_files):
+    """Five hand-offs in a row fail; its health check brings it back, without a restart."""
+    async with front(tiny_model_files) as f, manual_worker(f, "p0", Role.PREFILL) as p0:
+        failed = worker_pb2.SequenceEnd(failed_attempts=1)
+        await p0.server.set_ready(ready=False)
+        for _ in range(MAX_FAILURES):
+            asked, _ = await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5], failed)
+            assert asked.prefill_workers
+        asked, _ = await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5])
+        assert not asked.prefill_workers  # the decode worker prefills
+        await p0.server.set_ready(ready=True)
+        async with asyncio.timeout(20):
+            while not asked.prefill_workers:
+                asked, _ = await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5], failed)
+        asked, _ = await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5])
+        assert not asked.prefill_workers  # half-open: one failure is enough
+
+
+async def test_gr01_a_slow_reader_is_ended_and_loses_no_token(tiny_model_files):
+    """One client does not read: its sequence is aborted and what is kept is bounded; the other one does not notice."""
+    async with (
+        front(tiny_model_files, max_unread_tokens=1000) as f,
+        grpc.aio.insecure_channel(f.address, options=NARROW) as channel,
+    ):
+        slow = inference_pb2_grpc.InferenceStub(channel).Generate(ids(1, 2))
+        asked = (await f.worker.received.get()).start
+        fast = f.stub.Generate(ids(1, 3))
+        other = (await f.worker.received.get()).start
+        sent = 0
+        while f.worker.received.empty():  # what gRPC buffers comes on top: some 64 KiB at either end
+            assert sent < 1_000_000
+            f.worker.send(asked.request_id, range(100))
+            sent += 100
+            await asyncio.sleep(0.001)  # room for the transport
+        assert (await f.worker.received.get()).abort.request_id == asked.request_id
+        f.worker.send(other.request_id, [4], END, finish_reason="length")
+        assert [t async for m in fast for t in m.token_ids] == [4]
+        received = []
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for message in slow:
+                received += message.token_ids
+        assert failure.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "client reads too slowly" in failure.value.details()
+        assert received == [position % 100 for position in range(len(received))]
+        assert 1000 < len(received) <= sent
+
+
+def lost(worker, request_id, how):
+    if how is None:
+        worker.frames.put_nowait(None)
+    else:
+        worker.send(request_id, end=how)
+
+
+@asynccontextmanager
+async def manual_worker(f, name, role=Role.DECODE):
+    """One more worker that is driven by hand, in the view."""
+    worker = ManualWorker(f"i1-{name}")
+    worker.server = RpcServer(RPC, [])
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker.server.grpc_server)
+    address = await worker.server.start()
+    f.view.workers[name] = replace(record(f.model.files, name, role, address), incarnation=worker.incarnation)
+    try:
+        yield worker
+    finally:
+        worker.frames.put_nowait(None)
+        await worker.server.stop(0)
 
 
 async def test_a_client_that_cancels_aborts_at_the_worker(tiny_model_files):

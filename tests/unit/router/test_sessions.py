@@ -44,13 +44,13 @@ class ManualWorker(worker_pb2_grpc.WorkerServicer):
 
 
 @asynccontextmanager
-async def connected(incarnation="i1", expected="i1"):
+async def connected(incarnation="i1", max_unread=4096):
     """A served ManualWorker, the router's sessions, its address and the list of lost workers."""
     worker, server = ManualWorker(incarnation), RpcServer(RPC, [])
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
     address = await server.start()
     lost = []
-    sessions = Sessions(RPC, lambda worker_id, incarnation: lost.append((worker_id, incarnation)))
+    sessions = Sessions(RPC, lambda worker_id, incarnation: lost.append((worker_id, incarnation)), max_unread)
     try:
         yield worker, sessions, address, lost
     finally:
