@@ -66,9 +66,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self._default_timeout_s if remaining_s is None else remaining_s
 
     async def Explain(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> inference_pb2.RoutingPlan:
-        return self._dispatcher.explain(await self._parser.generation(request, self._timeout_s(context)))
+        self, request: inference_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ExplainResponse:
+        parsed = await self._parser.generation(request.request, self._timeout_s(context))
+        return inference_pb2.ExplainResponse(plan=self._dispatcher.explain(parsed))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]

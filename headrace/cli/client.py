@@ -81,10 +81,9 @@ class Client:
 
     def explain(self, prompt: str | Sequence[ChatMessage]) -> inference_pb2.RoutingPlan:
         """Where the router would send it now, and why. Raises HeadraceError."""
+        request = inference_pb2.ExplainRequest(request=_request(prompt, inference_pb2.SamplingParams()))
         try:
-            return self._stub.Explain(
-                _request(prompt, inference_pb2.SamplingParams()), timeout=_EXPLAIN_TIMEOUT_S
-            )
+            return self._stub.Explain(request, timeout=_EXPLAIN_TIMEOUT_S).plan
         except grpc.RpcError as error:
             raise _translated(error) from None
 

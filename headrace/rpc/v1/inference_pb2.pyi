@@ -151,6 +151,18 @@ class GenerateResponse(_message.Message):
     plan: RoutingPlan
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., hand_off: _Optional[_Union[HandOff, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., choice: _Optional[int] = ..., plan: _Optional[_Union[RoutingPlan, _Mapping]] = ...) -> None: ...
 
+class ExplainRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: GenerateRequest
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("plan",)
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    plan: RoutingPlan
+    def __init__(self, plan: _Optional[_Union[RoutingPlan, _Mapping]] = ...) -> None: ...
+
 class RoutingPlan(_message.Message):
     __slots__ = ("decode_worker", "prefill_workers", "reason", "prediction", "prefill_candidates", "decode_candidates", "prompt_tokens", "ttft_target_s", "itl_target_s")
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]

@@ -52,8 +52,8 @@ class InferenceStub:
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/headrace.v1.Inference/Explain',
-                request_serializer=headrace_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=headrace_dot_v1_dot_inference__pb2.RoutingPlan.FromString,
+                request_serializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
                 _registered_method=True)
 
 
@@ -110,8 +110,8 @@ def add_InferenceServicer_to_server(servicer, server):
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=headrace_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
-                    response_serializer=headrace_dot_v1_dot_inference__pb2.RoutingPlan.SerializeToString,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,8 +221,8 @@ class Inference:
             request,
             target,
             '/headrace.v1.Inference/Explain',
-            headrace_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
-            headrace_dot_v1_dot_inference__pb2.RoutingPlan.FromString,
+            headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

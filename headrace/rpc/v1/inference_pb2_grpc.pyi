@@ -24,7 +24,7 @@ class InferenceStub:
     """The models that this deployment serves."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Token ids of a text or chat, exactly as Generate would see them."""
-    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.RoutingPlan]
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
     """Where Generate would send this request now, and why. Nothing is run."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,9 +59,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Explain(
         self,
-        request: _inference_pb2.GenerateRequest,
-        context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.Awaitable[_inference_pb2.RoutingPlan]],
-    ) -> _abc.Awaitable[_inference_pb2.RoutingPlan]:
+        request: _inference_pb2.ExplainRequest,
+        context: _aio.ServicerContext[_inference_pb2.ExplainRequest, _abc.Awaitable[_inference_pb2.ExplainResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.ExplainResponse]:
         """Where Generate would send this request now, and why. Nothing is run."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _aio.Server) -> None: ...

@@ -669,7 +669,7 @@ async def test_a_decision_is_explained_when_asked_for_and_nothing_is_run(tiny_mo
     async with front(tiny_model_files) as f:
         f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
         request = ids(*range(1, 41))
-        plan = await f.stub.Explain(request)
+        plan = (await f.stub.Explain(inference_pb2.ExplainRequest(request=request))).plan
         assert f.worker.received.empty()
         assert f.dispatcher.ledger.accounts == {}
         assert plan.decode_worker == "d0"
