@@ -5,6 +5,7 @@
     ├── NotFound              NOT_FOUND            no such model, sequence or hand-off
     ├── AlreadyExists         ALREADY_EXISTS       that request id is live
     ├── Overloaded            RESOURCE_EXHAUSTED   try again after `retry_after_s`
+    ├── SlowReader            RESOURCE_EXHAUSTED   a client that leaves its own answer unread
     ├── DeadlineExceeded      DEADLINE_EXCEEDED    the request's own deadline passed
     ├── RequestCancelled      CANCELLED            the client left, or its session ended
     ├── PermissionDenied      PERMISSION_DENIED    this caller may not do that

@@ -195,7 +195,7 @@ def test_a_stopped_prefill_worker_costs_a_pause_and_no_answer(fleet):
     assert_idle(decode.address, prefill.address)
 
 
-def test_a_killed_decode_worker_gives_a_definite_error(trio):
+def test_a_killed_decode_worker_without_another_gives_a_definite_error(trio):
     router, prefill, decode = trio
     with grpc.insecure_channel(router.address) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(
@@ -206,7 +206,7 @@ def test_a_killed_decode_worker_gives_a_definite_error(trio):
         with pytest.raises(grpc.RpcError) as failure:
             list(call)
     assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert decode.name in failure.value.details()
+    assert "no decode worker" in failure.value.details()
     with pytest.raises(grpc.RpcError) as failure:
         ask(router.address, PROMPT, max_tokens=1)
     assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
