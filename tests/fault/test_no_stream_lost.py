@@ -189,15 +189,12 @@ async def test_a_decode_worker_is_lost_under_fifty_streams(settings, tmp_path, h
         running = streams.start(requests())
         await streams.begun()
         victim = await busiest(workers, "decode")
-        num_over = len(streams.over())
         getattr(victim, how)()
         assert_same(await running, expected)
         assert router.tally.requests == {"ok": 2 * NUM_STREAMS}
-        ended_there = [
-            m for m in streams.received.values() if m[-1].hand_off.decode_worker == victim.worker_id
-        ]
-        # Those before, and a few whose last tokens were on their way.
-        assert len(ended_there) <= num_over + NUM_STREAMS // 5
+        # How many depends on what was on its way; that some went on elsewhere does not.
+        decisions = router.metrics.registry.get_sample_value("headrace_router_decision_seconds_count")
+        assert decisions > 2 * NUM_STREAMS
 
 
 async def test_a_lost_decode_worker_had_choices_grammars_and_stop_strings(settings, tmp_path):
