@@ -8,6 +8,7 @@
     ├── SlowReader            RESOURCE_EXHAUSTED   a client that leaves its own answer unread
     ├── DeadlineExceeded      DEADLINE_EXCEEDED    the request's own deadline passed
     ├── RequestCancelled      CANCELLED            the client left, or its session ended
+    ├── Unauthenticated       UNAUTHENTICATED      no credential, or none that is known
     ├── PermissionDenied      PERMISSION_DENIED    this caller may not do that
     ├── StaleBlocks           FAILED_PRECONDITION  KV blocks that changed while they were read
     ├── LayoutMismatch        FAILED_PRECONDITION  two workers that can not exchange KV; names the field
@@ -36,6 +37,7 @@ class Code(StrEnum):
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
     PERMISSION_DENIED = "PERMISSION_DENIED"
     FAILED_PRECONDITION = "FAILED_PRECONDITION"
     UNAVAILABLE = "UNAVAILABLE"
@@ -104,6 +106,10 @@ class DeadlineExceeded(HeadraceError):
 
 class RequestCancelled(HeadraceError):
     code = Code.CANCELLED
+
+
+class Unauthenticated(HeadraceError):
+    code = Code.UNAUTHENTICATED
 
 
 class PermissionDenied(HeadraceError):

@@ -19,6 +19,7 @@ from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
 from router.breakers import Breakers, HealthProbe
 from router.dispatch import Dispatcher
+from router.front_door import FrontDoor
 from router.metrics import RouterMetrics
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
@@ -75,10 +76,12 @@ class Router:
             self.metrics,
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
-        service = InferenceService(model, parser, self.dispatcher, settings.router.default_timeout_s)
-        self.tally = service.tally
+        door = FrontDoor(parser, self.dispatcher, settings.router.default_timeout_s)
+        self.tally = door.tally
         self._server = RpcServer(settings.rpc, [_SERVICE])
-        inference_pb2_grpc.add_InferenceServicer_to_server(service, self._server.grpc_server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(door, model), self._server.grpc_server
+        )
         self.metrics.show(self.view, self._watcher, self.tally, self.dispatcher.admission)
         port, self._stop_metrics = serve_metrics(
             self.metrics.registry, settings.rpc.host, settings.telemetry.metrics_port

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ class Dispatcher:
         self._retries = RetryBudget(settings.max_inflight_requests)
         self._num_requests = 0
 
-    async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncIterator[Update]:
+    async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Update]:
         """Updates until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
         check_fits(request, self._records())
         async with self.admission.admitted(request) as admitted:

@@ -63,7 +63,9 @@ class RequestParser:
         self._max_prompt_bytes = max_prompt_bytes
         self._classes = classes or {}
 
-    async def generation(self, message: inference_pb2.GenerateRequest, timeout_s: float) -> GenerationRequest:
+    async def generation(
+        self, message: inference_pb2.GenerateRequest, timeout_s: float, tenant: str = ""
+    ) -> GenerationRequest:
         """Raises InvalidRequest naming the field, or NotFound for another model."""
         self.check_model(message.model)
         if len(message.request_id.encode()) > _MAX_LABEL_BYTES:
@@ -78,8 +80,9 @@ class RequestParser:
             token_ids=token_ids,
             sampling=self._sampling(message.sampling, len(token_ids)),
             open_ended=not message.sampling.HasField("max_tokens"),
-            cache_salt="",
+            cache_salt=tenant,
             timeout_s=timeout_s,
+            tenant=tenant,
             explain=message.explain,
             priority=priority,
             ttft_target_s=service_class and service_class.ttft_target_s,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
-import structlog
 
-from headrace.errors import HeadraceError
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.sampling_params import FinishReason
-from router.dispatch import Dispatcher
+from router.front_door import FrontDoor, Generation
 from router.request_run import Progress, Update
-from router.requests import GenerationRequest, RequestParser, ServedModel
-from router.tally import Tally
-
-log = structlog.get_logger()
+from router.requests import GenerationRequest, ServedModel
 
 _REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -26,54 +21,33 @@ _REASONS = {
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(
-        self, model: ServedModel, parser: RequestParser, dispatcher: Dispatcher, default_timeout_s: float
-    ) -> None:
+    def __init__(self, door: FrontDoor, model: ServedModel) -> None:
+        self._door = door
         self._model = model
-        self._parser = parser
-        self._dispatcher = dispatcher
-        self._default_timeout_s = default_timeout_s
-        self.tally = Tally()
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        progress = Progress()
-        parsed = await self._parser.generation(request, self._timeout_s(context))
-        outcome = "cancelled"
-        try:
-            async for update in self._dispatcher.generate(parsed, progress):
-                response = _response(parsed, update, progress)
+        generation = await self._accepted(request, context)
+        progress = generation.progress
+        async with aclosing(generation.updates()) as updates:
+            async for update in updates:
+                response = _response(generation.request, update, progress)
                 if progress.explanation is not None:
                     response.plan.CopyFrom(progress.explanation)
                     progress.explanation = None
                 yield response
-            outcome = "ok"
-        except HeadraceError as error:
-            outcome = error.code
-            raise
-        finally:
-            self.tally.ended(
-                outcome,
-                prompt_tokens=len(parsed.token_ids),
-                output_tokens=progress.num_output_tokens,
-            )
-            _log_end(parsed, progress, outcome)
-
-    def _timeout_s(self, context: grpc.aio.ServicerContext[Any, Any]) -> float:
-        """What is left of the client's deadline; the default, if it set none."""
-        remaining_s = cast("float | None", context.time_remaining())
-        return self._default_timeout_s if remaining_s is None else remaining_s
 
     async def Explain(
         self, request: inference_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ExplainResponse:
-        parsed = await self._parser.generation(request.request, self._timeout_s(context))
-        return inference_pb2.ExplainResponse(plan=self._dispatcher.explain(parsed))
+        generation = await self._accepted(request.request, context)
+        return inference_pb2.ExplainResponse(plan=self._door.dispatcher.explain(generation.request))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
+        await self._door.callers.caller(authorization(context))
         model = inference_pb2.Model(
             name=self._model.name,
             max_tokens=self._model.max_model_tokens,
@@ -85,7 +59,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
-        return inference_pb2.TokenizeResponse(token_ids=await self._parser.tokenize(request))
+        await self._door.callers.caller(authorization(context))
+        return inference_pb2.TokenizeResponse(token_ids=await self._door.parser.tokenize(request))
+
+    async def _accepted(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Generation:
+        remaining_s = cast("float | None", context.time_remaining())
+        return await self._door.accepted(request, authorization(context), remaining_s)
+
+
+def authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The call's `authorization` metadata; "" where there is none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return value if isinstance(value, str) else value.decode(errors="replace")
+    return ""
 
 
 def _response(
@@ -119,15 +108,3 @@ def _response(
     response.hand_off.transport = end.transport
     response.hand_off.failed_attempts = end.failed_attempts
     return response
-
-
-def _log_end(request: GenerationRequest, progress: Progress, outcome: str) -> None:
-    log.info(
-        "request ended",
-        request_id=request.label,
-        outcome=outcome,
-        prompt_tokens=len(request.token_ids),
-        output_tokens=progress.num_output_tokens,
-        dispatches=progress.num_dispatches,
-        seconds=round(time.monotonic() - progress.arrived_at, 4),
-    )

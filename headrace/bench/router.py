@@ -38,6 +38,7 @@ from headrace.tokenizer import Tokenizer
 from headrace.tokenizer.vocabulary import Vocabulary
 from router.breakers import Breakers, HealthProbe
 from router.dispatch import Dispatcher
+from router.front_door import FrontDoor
 from router.policy import load_policy
 from router.requests import GenerationRequest, RequestParser, ServedModel
 from router.service import InferenceService
@@ -258,7 +259,8 @@ async def _router_and_worker() -> AsyncGenerator[_Doors]:
         sessions, dispatcher = make_dispatcher(view, rpc, model)
         stack.push_async_callback(sessions.close)
         server = RpcServer(rpc, [])
-        service = InferenceService(model, RequestParser(model, 1 << 20), dispatcher, 60.0)
+        door = FrontDoor(RequestParser(model, 1 << 20), dispatcher, 60.0)
+        service = InferenceService(door, model)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
         address = await server.start()
         stack.push_async_callback(server.stop, 0)

@@ -18,6 +18,7 @@ from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
 from router.breakers import MAX_FAILURES, Breakers, HealthProbe
 from router.dispatch import Dispatcher
+from router.front_door import FrontDoor
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
 from router.service import InferenceService
@@ -31,9 +32,9 @@ NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
 
 
 class Front:
-    def __init__(self, stub, worker, service, dispatcher, view, model, address) -> None:
+    def __init__(self, stub, worker, door, dispatcher, view, model, address) -> None:
         self.address = address
-        self.service = service
+        self.door = door
         self.stub = stub
         self.worker = worker
         self.dispatcher = dispatcher
@@ -56,13 +57,13 @@ async def front(files, *, with_worker=True, **router):
     breakers = Breakers(HealthProbe(view, RPC))
     dispatcher = Dispatcher(view, sessions, breakers, load_policy("predicted_time"), model, settings)
     server = RpcServer(RPC, [])
-    service = InferenceService(model, RequestParser(model, 1000, settings.classes), dispatcher, 30.0)
-    inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
+    door = FrontDoor(RequestParser(model, 1000, settings.classes), dispatcher, 30.0)
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
     address = await server.start()
     channel = open_channel(address, RPC)
     try:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        yield Front(stub, worker, service, dispatcher, view, model, address)
+        yield Front(stub, worker, door, dispatcher, view, model, address)
     finally:
         await channel.close()
         await server.stop(0)
@@ -227,7 +228,7 @@ async def test_a_worker_that_ends_the_request_but_not_its_choices(tiny_model_fil
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             [_ async for _ in call]
         assert failure.value.code() == grpc.StatusCode.INTERNAL
-        assert f.service.tally.output_tokens == {"INTERNAL": 1}
+        assert f.door.tally.output_tokens == {"INTERNAL": 1}
 
 
 async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_model_files):
@@ -551,7 +552,7 @@ async def test_a_client_that_cancels_a_request_between_workers_leaves_nothing(ti
         assert f.dispatcher.admission.num_running == 1
         call.cancel()
         await until(lambda: not f.dispatcher.admission.num_running)
-        assert f.service.tally.requests == {"cancelled": 1}
+        assert f.door.tally.requests == {"cancelled": 1}
 
 
 async def test_ro06_a_refused_connection_marks_the_worker_down_and_another_is_tried(tiny_model_files):
@@ -643,7 +644,7 @@ async def test_a_client_that_cancels_aborts_at_the_worker(tiny_model_files):
         assert (await f.worker.received.get()).abort.request_id == asked.request_id
         await until(lambda: not f.dispatcher.admission.num_running)
         assert f.dispatcher.ledger.active_tokens == {}
-        assert f.service.tally.requests == {"cancelled": 1}
+        assert f.door.tally.requests == {"cancelled": 1}
 
 
 async def test_what_was_answered_is_counted_by_outcome(tiny_model_files):
@@ -654,7 +655,7 @@ async def test_what_was_answered_is_counted_by_outcome(tiny_model_files):
         f.worker.send(asked.request_id, [4], worker_pb2.SequenceEnd(error_code="RESOURCE_EXHAUSTED"))
         with pytest.raises(grpc.aio.AioRpcError):
             [_ async for _ in call]
-        tally = f.service.tally
+        tally = f.door.tally
         assert tally.requests == {"ok": 1, "RESOURCE_EXHAUSTED": 1}
         assert tally.prompt_tokens == {"ok": 3, "RESOURCE_EXHAUSTED": 2}
         assert tally.output_tokens == {"ok": 2, "RESOURCE_EXHAUSTED": 1}

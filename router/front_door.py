@@ -1,0 +1,91 @@
+"""What every entrance does with a request: who asks, what is asked, run it, count it, log its end. The entrances
+themselves (gRPC, HTTP) convert messages and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import structlog
+
+from headrace.errors import HeadraceError
+from headrace.rpc.v1 import inference_pb2
+from router.callers import Anyone, Callers
+from router.dispatch import Dispatcher
+from router.request_run import Progress, Update
+from router.requests import GenerationRequest, RequestParser
+from router.tally import Tally
+
+log = structlog.get_logger()
+
+
+class Generation:
+    """A request that was let in. Use `updates` once."""
+
+    def __init__(
+        self, request: GenerationRequest, progress: Progress, dispatcher: Dispatcher, tally: Tally
+    ) -> None:
+        self.request = request
+        self.progress = progress
+        self._dispatcher = dispatcher
+        self._tally = tally
+
+    async def updates(self) -> AsyncGenerator[Update]:
+        """Until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
+        outcome = "cancelled"
+        try:
+            async with aclosing(self._dispatcher.generate(self.request, self.progress)) as updates:
+                async for update in updates:
+                    yield update
+            outcome = "ok"
+        except HeadraceError as error:
+            outcome = error.code
+            raise
+        finally:
+            self._tally.ended(
+                outcome,
+                prompt_tokens=len(self.request.token_ids),
+                output_tokens=self.progress.num_output_tokens,
+            )
+            self._log_end(outcome)
+
+    def _log_end(self, outcome: str) -> None:
+        log.info(
+            "request ended",
+            request_id=self.request.label,
+            tenant=self.request.tenant,
+            outcome=outcome,
+            prompt_tokens=len(self.request.token_ids),
+            output_tokens=self.progress.num_output_tokens,
+            dispatches=self.progress.num_dispatches,
+            seconds=round(time.monotonic() - self.progress.arrived_at, 4),
+        )
+
+
+class FrontDoor:
+    """One per router, shared by its entrances."""
+
+    def __init__(
+        self,
+        parser: RequestParser,
+        dispatcher: Dispatcher,
+        default_timeout_s: float,
+        callers: Callers | None = None,
+    ) -> None:
+        self.parser = parser
+        self.dispatcher = dispatcher
+        self.tally = Tally()
+        self.callers = callers or Anyone()
+        self._default_timeout_s = default_timeout_s
+
+    async def accepted(
+        self, message: inference_pb2.GenerateRequest, authorization: str, timeout_s: float | None
+    ) -> Generation:
+        """`timeout_s`: what is left of the client's own deadline, None if it set none. Raises HeadraceError."""
+        progress = Progress()
+        caller = await self.callers.caller(authorization)
+        limit_s = self._default_timeout_s if timeout_s is None else timeout_s
+        request = await self.parser.generation(message, limit_s, caller.tenant)
+        return Generation(request, progress, self.dispatcher, self.tally)
