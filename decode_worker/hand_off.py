@@ -147,7 +147,10 @@ class HandOff:
         self._asked = True
         self._task.pace.asked()
         missing = set(self._task.sequence.choices)
-        call = peer.stub.Prefill(self._request(reads), timeout=self._task.deadline.remaining_s())
+        with errors_of(
+            peer.worker_id
+        ):  # another request may just have found the peer lost, and closed its channel
+            call = peer.stub.Prefill(self._request(reads), timeout=self._task.deadline.remaining_s())
         try:
             while (event := await self._next_event(reads, call)) is not grpc.aio.EOF:
                 kind = event.WhichOneof("event")

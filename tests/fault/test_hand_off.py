@@ -165,6 +165,21 @@ async def test_a_failing_transfer_tries_the_alternate_and_then_computes_here(set
         assert answer.end.failed_attempts == 2
 
 
+async def test_a_channel_that_another_request_has_closed(settings, reference):
+    """It had found the peer lost, after this one was connected to it."""
+    expected = await reference(PROMPT)
+    async with workers(settings, P, D) as [p, d], session_with(d) as session:
+        assert (await session.answer(PROMPT[:20], prefill=[p])).end.prefill_worker == p.worker_id
+        peer = await d.process._peers.connect(p.ref)
+        await peer.channel.close()
+        answer = await session.answer(PROMPT, prefill=[p], request_id="late")
+        assert not answer.end.error_code, answer.end.error_message
+        assert answer.token_ids == expected
+        assert answer.end.failed_attempts == 1
+        again = await session.answer(PROMPT[::-1], prefill=[p], request_id="next")
+        assert again.end.prefill_worker == p.worker_id  # over a new connection
+
+
 async def test_a_corrupted_block_is_never_used(settings, reference):
     expected = await reference(PROMPT)
     async with workers(settings, P, D) as [p, d], session_with(d) as session:
