@@ -197,7 +197,7 @@ async def test_a_decode_worker_is_lost_under_fifty_streams(settings, tmp_path, h
         assert decisions > 2 * NUM_STREAMS
 
 
-async def test_a_lost_decode_worker_had_choices_grammars_and_stop_strings(settings, tmp_path):
+async def test_so03_a_lost_decode_worker_had_choices_grammars_and_stop_strings(settings, tmp_path):
     """Also where the client gave no seed: the answer is of the grammar, as a whole."""
     schema = {"json_schema": json.dumps(SCHEMA)}
     sampled = {"temperature": 1.0, "seed": 7}
