@@ -9,12 +9,14 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from headrace.errors import (
     Code,
     DeadlineExceeded,
     HeadraceError,
     InternalError,
+    InvalidRequest,
     LayoutMismatch,
     Overloaded,
     PeerError,
@@ -106,12 +108,29 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         else:
             behaviour, make = handler.unary_unary, grpc.unary_unary_rpc_method_handler
             wrapped = _guard_unary(behaviour, method)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        deserializer = handler.request_deserializer
+        if not handler.request_streaming:
+            deserializer = _tolerant(deserializer)
+        return make(wrapped, deserializer, handler.response_serializer)
+
+
+def _tolerant(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """For bytes that are no message the handler gets the error to raise; gRPC itself would log and answer UNKNOWN."""
+
+    def deserialized(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError as error:
+            return InvalidRequest("request", f"{len(data)} bytes", str(error))
+
+    return deserialized
 
 
 def _guard_unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if isinstance(request, InvalidRequest):
+                raise request
             return await behaviour(request, context)
         except HeadraceError as error:
             await abort_with(context, error)
@@ -128,6 +147,8 @@ def _guard_stream(
 ) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, InvalidRequest):
+                raise request
             async for response in behaviour(request, context):
                 yield response
         except HeadraceError as error:

@@ -1,0 +1,121 @@
+"""Random requests to the gRPC door of a whole small fleet: each is answered or refused for what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from headrace.directory.records import Role
+from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.app import Router
+from tests.fuzz.messages import mangled, mutated
+from tests.support.fleet import workers
+
+SEED = 20260119
+NUM_CLIENTS = 16
+TIMEOUT_S = 20.0
+MAX_MESSAGES = 8  # a client that has seen enough leaves
+
+# Of a request that is wrong, or of a router that is full: never INTERNAL, UNKNOWN, or a deadline that passes.
+DEFINITE = {"OK", "LEFT", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
+
+
+@asynccontextmanager
+async def fleet(settings):
+    """The router's address; workers, ledger and queue are empty at the end."""
+    async with workers(settings, Role.PREFILL, Role.DECODE):
+        router = Router(settings)
+        try:
+            address = await router.start()
+            async with asyncio.timeout(30):
+                while len(router.view.workers) < 2:
+                    await asyncio.sleep(0.02)
+            yield router, address
+            async with asyncio.timeout(30):
+                while router.dispatcher.admission.num_running:
+                    await asyncio.sleep(0.02)
+            assert router.dispatcher.ledger.active_tokens == {}
+            assert not router.dispatcher.admission.num_queued
+        finally:
+            await router.stop()
+
+
+def plain(draw: random.Random) -> inference_pb2.GenerateRequest:
+    """A small request that is right, of a kind that is drawn."""
+    message = inference_pb2.GenerateRequest()
+    message.sampling.max_tokens = draw.randint(1, 4)
+    match draw.randrange(4):
+        case 0:
+            message.text = "abc " * draw.randint(1, 12)
+        case 1:
+            message.token_ids.ids.extend(draw.randrange(3, 200) for _ in range(draw.randint(1, 60)))
+        case 2:
+            message.chat.messages.add(role="user", content="hello")
+        case _:
+            message.text = "x"
+            message.sampling.grammar.choice.texts.extend(["a", "b"])
+    return message
+
+
+class Clients:
+    def __init__(self, channel: grpc.aio.Channel, num_requests: int) -> None:
+        self._call = channel.unary_stream(
+            "/headrace.v1.Inference/Generate",
+            request_serializer=lambda data: data,
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )
+        self._left = iter(range(num_requests))
+        self.outcomes: Counter[str] = Counter()
+        self.unexpected: list[str] = []
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._one_client() for _ in range(NUM_CLIENTS)))
+
+    async def _one_client(self) -> None:
+        for number in self._left:
+            draw = random.Random(SEED + number)
+            message = mutated(draw, plain(draw), draw.randint(0, 4))
+            data = message.SerializeToString()
+            outcome, details = await self._ask(mangled(draw, data) if draw.random() < 0.2 else data)
+            self.outcomes[outcome] += 1
+            if outcome not in DEFINITE:
+                self.unexpected.append(f"{number}: {outcome} {details[:300]} for {str(message)[:600]}")
+
+    async def _ask(self, data: bytes) -> tuple[str, str]:
+        call = self._call(data, timeout=TIMEOUT_S)
+        count = 0
+        try:
+            async for _ in call:
+                count += 1
+                if count == MAX_MESSAGES:
+                    call.cancel()
+                    return "LEFT", ""
+        except grpc.aio.AioRpcError as error:
+            return error.code().name, error.details() or ""
+        return "OK", ""
+
+
+async def canary(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
+    request = inference_pb2.GenerateRequest(
+        text="a canary", sampling=inference_pb2.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    )
+    return [token for m in [m async for m in stub.Generate(request, timeout=30)] for token in m.token_ids]
+
+
+@pytest.mark.timeout(900)
+async def test_random_requests_are_answered_or_refused(settings, num_requests):
+    async with fleet(settings) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        expected = await canary(stub)
+        clients = Clients(channel, num_requests)
+        await clients.run()
+        print(f"seed {SEED}: {dict(clients.outcomes)}")
+        assert clients.unexpected == []
+        assert clients.outcomes["OK"] > num_requests / 10
+        assert clients.outcomes["INVALID_ARGUMENT"] > num_requests / 10
+        assert await canary(stub) == expected
