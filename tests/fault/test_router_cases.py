@@ -1,0 +1,303 @@
+"""Cases of a router in front of real workers: load, overlap, ids, messages. Predictions are held against reports.
+
+The workers prefill what they decode, so that it is clear whose cache and whose load a request is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from headrace.directory.records import Role
+from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
+from router.app import Router
+from tests.support.fleet import BLOCK_SIZE, Worker, workers
+
+D = Role.DECODE
+NUM_REQUESTS = 32
+LENGTH = 60  # of a prompt
+CACHED = LENGTH - BLOCK_SIZE  # of it, when it was seen before: its last token is always computed
+PINGS = [
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+REFRESH_S = 10.0  # of the router's view, on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    router: Router
+    stub: inference_pb2_grpc.InferenceStub
+
+    async def ask(self, request) -> list[inference_pb2.GenerateResponse]:
+        return [message async for message in self.stub.Generate(request, timeout=60)]
+
+    async def predicted(self, request) -> dict[str, int]:
+        """Tokens of the prompt that each worker is predicted to find."""
+        answer = await self.stub.Explain(inference_pb2.ExplainRequest(request=request), timeout=10)
+        return {each.worker: each.cached_tokens for each in answer.plan.decode_candidates}
+
+    async def until_reported(self, worker_id: str, num_blocks: int) -> None:
+        """That it holds so many."""
+        async with asyncio.timeout(REFRESH_S):
+            while len(self.router.view.index.blocks(worker_id)) < num_blocks:
+                await asyncio.sleep(0.01)
+
+    async def until_predicted(self, request, worker_id: str, cached_tokens: int | None) -> None:
+        """None: it is no candidate."""
+        async with asyncio.timeout(REFRESH_S):
+            while (await self.predicted(request)).get(worker_id) != cached_tokens:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def front_of(settings, num_workers):
+    """A router that knows so many workers. Nothing is charged or running at the end."""
+    router = Router(settings)
+    address = await router.start()
+    try:
+        async with asyncio.timeout(10):
+            while len(router.view.workers) < num_workers:
+                await asyncio.sleep(0.01)
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Front(router, inference_pb2_grpc.InferenceStub(channel))
+        async with asyncio.timeout(10):
+            while router.dispatcher.admission.num_running:
+                await asyncio.sleep(0.01)
+        assert router.dispatcher.ledger.accounts == {}
+        assert not router.dispatcher.admission.num_queued
+    finally:
+        await router.stop()
+
+
+def tokens_of(messages) -> list[int]:
+    return [token for message in messages for token in message.token_ids]
+
+
+def ids(token_ids, *, request_id="", explain=False, **sampling) -> inference_pb2.GenerateRequest:
+    options = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, **sampling}
+    message = inference_pb2.GenerateRequest(
+        request_id=request_id, explain=explain, sampling=inference_pb2.SamplingParams(**options)
+    )
+    message.token_ids.ids.extend(token_ids)
+    return message
+
+
+def prompt_of(number: int, length: int = LENGTH) -> list[int]:
+    """Different from the first token on."""
+    return [3 + (number + 7 * position * (number + 1)) % 200 for position in range(length)]
+
+
+@pytest.fixture
+def roomy(settings_with):
+    """A pool for all requests, and assumptions that last: what makes them go is what workers report."""
+    return settings_with(engine={"num_blocks": 1200}, router={"assumed_ttl_s": 60.0})
+
+
+async def test_ro01_load_is_counted_from_selection(roomy):
+    """A burst, of which nothing has been reported when the last one is placed. A third of the clients leave."""
+    async with workers(roomy, D, D), front_of(roomy, 2) as front:
+        answers = await asyncio.gather(*(front.ask(ids(prompt_of(n))) for n in range(NUM_REQUESTS)))
+        share = Counter(messages[-1].hand_off.decode_worker for messages in answers)
+        assert set(share) == {"decode-0", "decode-1"}
+        assert min(share.values()) >= 0.4 * NUM_REQUESTS
+        calls = [front.stub.Generate(ids(prompt_of(100 + n), max_tokens=40)) for n in range(NUM_REQUESTS)]
+        async with asyncio.timeout(10):
+            while front.router.dispatcher.admission.num_running < NUM_REQUESTS:
+                await asyncio.sleep(0)
+        for call in calls[::3]:
+            call.cancel()
+        for position, call in enumerate(calls):
+            if position % 3:
+                assert len(tokens_of([message async for message in call])) == 40
+
+
+async def test_ro01_a_common_block_does_not_send_everything_to_one_worker(roomy):
+    common = prompt_of(7, BLOCK_SIZE)
+    async with workers(roomy, D, D), front_of(roomy, 2) as front:
+        await front.ask(ids([*common, *prompt_of(1)]))
+        answers = await asyncio.gather(
+            *(front.ask(ids([*common, *prompt_of(20 + n)])) for n in range(NUM_REQUESTS))
+        )
+        share = Counter(messages[-1].hand_off.decode_worker for messages in answers)
+        assert min(share["decode-0"], share["decode-1"]) >= NUM_REQUESTS / 8
+
+
+async def test_ro03_chats_are_routed_by_their_prefix(roomy):
+    system = inference_pb2.ChatMessage(role="system", content="You answer in one word. " * 2)
+
+    def chat(turn: str) -> inference_pb2.GenerateRequest:
+        request = ids([], explain=True)
+        request.chat.messages.extend([system, inference_pb2.ChatMessage(role="user", content=turn)])
+        return request
+
+    async with workers(roomy, D, D), front_of(roomy, 2) as front:
+        await front.ask(chat("first"))
+        for turn in range(10):
+            await front.ask(ids(prompt_of(turn, 12)))  # other traffic
+            messages = await front.ask(chat(f"turn {turn}"))
+            predicted = messages[0].plan.prediction.cached_tokens
+            assert predicted >= 4 * BLOCK_SIZE
+            assert abs(predicted - messages[-1].usage.cached_tokens) <= BLOCK_SIZE
+        other = chat("first")
+        other.chat.messages[0].content = "Be brief. " * 4
+        assert max((await front.predicted(other)).values()) < predicted
+
+
+async def test_ro04_a_worker_that_is_cleared(roomy):
+    request = ids(prompt_of(1))
+    async with workers(roomy, D) as [worker], front_of(roomy, 1) as front:
+        await front.ask(request)
+        await front.until_reported("decode-0", CACHED // BLOCK_SIZE)
+        assert await front.predicted(request) == {"decode-0": CACHED}
+        await worker.process._engine.call(lambda engine: engine.reset_cache())
+        await front.until_predicted(request, "decode-0", 0)
+        assert (await front.ask(request))[-1].usage.cached_tokens == 0
+        await front.until_predicted(request, "decode-0", CACHED)
+
+
+async def test_ro04_a_worker_that_is_replaced_and_one_that_is_removed(roomy):
+    """Under its name and address. And a router that starts anew."""
+    async with workers(roomy, D), front_of(roomy, 1) as front:
+        old = Worker(roomy, D, "other")
+        await old.start()
+        try:
+            async with asyncio.timeout(REFRESH_S):
+                while "other" not in front.router.view.workers:
+                    await asyncio.sleep(0.01)
+            request, answer = await _first_answer_of(front, "other")
+            await front.until_reported("other", CACHED // BLOCK_SIZE)
+            async with front_of(roomy, 2) as second:
+                await second.until_predicted(request, "other", CACHED)
+        finally:
+            await old.process.stop()
+        rpc = roomy.rpc.model_copy(update={"port": int(old.address.rsplit(":", 1)[1])})
+        new = Worker(roomy.model_copy(update={"rpc": rpc}), D, "other")
+        await new.start()
+        try:
+            assert new.address == old.address
+            await front.until_predicted(request, "other", 0)
+            assert tokens_of(await front.ask(request)) == tokens_of(answer)
+        finally:
+            await new.process.stop()
+        await front.until_predicted(request, "other", None)
+        for number in range(10):
+            answer = await front.ask(ids(prompt_of(40 + number)))
+            assert answer[-1].hand_off.decode_worker == "decode-0"
+
+
+async def _first_answer_of(front: Front, name: str):
+    """A request that this worker has answered first, and its answer."""
+    for number in range(20):
+        request = ids(prompt_of(number))
+        answer = await front.ask(request)
+        if answer[-1].hand_off.decode_worker == name:
+            return request, answer
+    raise AssertionError(f"{name} got none of 20 requests")
+
+
+async def test_id01_ids_are_labels(roomy):
+    """Two at once under one id; then 50 times: cancelled, and sent again under it at once."""
+    prompts = [prompt_of(n) for n in range(2)]
+    draw = random.Random(1)
+    async with workers(roomy, D, D) as both, front_of(roomy, 2) as front:
+        expected = [tokens_of(await front.ask(ids(prompt, max_tokens=8))) for prompt in prompts]
+        answers = await asyncio.gather(
+            *(front.ask(ids(prompt, request_id="X", max_tokens=8)) for prompt in prompts)
+        )
+        assert [tokens_of(messages) for messages in answers] == expected
+        assert {message.request_id for messages in answers for message in messages} == {"X"}
+        for _ in range(50):
+            call = front.stub.Generate(ids(prompts[0], request_id="X", max_tokens=400))
+            await asyncio.sleep(draw.random() * 0.02)
+            call.cancel()
+            again = await front.ask(ids(prompts[1], request_id="X", max_tokens=8))
+            assert tokens_of(again) == expected[1]
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await front.ask(ids(prompts[0], request_id="x" * 1_000_000))
+        assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "request_id" in failure.value.details()
+        unnamed = [await front.ask(ids(prompts[0], max_tokens=8)) for _ in range(2)]
+        assert [tokens_of(messages) for messages in unnamed] == [expected[0]] * 2
+        assert len({messages[0].request_id for messages in unnamed} - {""}) == 2
+        for worker in both:  # no orphan computes
+            await worker.assert_idle()
+
+
+async def test_gr02_what_is_larger_than_the_limit_names_it_and_the_channel_lives(settings_with):
+    settings = settings_with(rpc={"max_message_bytes": 1 << 20}, router={"max_prompt_bytes": 100_000})
+    async with workers(settings, D), front_of(settings, 1) as front:
+        for text, code, limit in (
+            ("x" * 5_000_000, grpc.StatusCode.RESOURCE_EXHAUSTED, str(1 << 20)),
+            ("x" * 500_000, grpc.StatusCode.INVALID_ARGUMENT, "100000"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await front.ask(inference_pb2.GenerateRequest(text=text))
+            assert failure.value.code() == code
+            assert limit in failure.value.details()
+            assert len(tokens_of(await front.ask(ids(prompt_of(1))))) == 1
+
+
+async def test_gr02_messages_to_a_worker_may_exceed_grpcs_own_limit(roomy):
+    """4 MiB, where a channel without limits of its own breaks. The worker refuses the prompt, and no more."""
+    async with workers(roomy, D) as [worker], front_of(roomy, 1) as front:
+        session = await front.router._sessions.get(worker.worker_id, worker.incarnation, worker.address)
+        start = worker_pb2.StartRequest(
+            request_id="large", token_ids=[100_000] * 2_000_000, sampling={"n": 1}, timeout_s=30
+        )
+        assert start.ByteSize() > 4 << 20
+        async with asyncio.timeout(30):
+            delta = await session.start(start).take()
+        session.forget("large")
+        assert delta.end is not None
+        assert delta.end.error_code == "INVALID_ARGUMENT"
+        assert len(tokens_of(await front.ask(ids(prompt_of(1))))) == 1
+        assert not session.lost
+
+
+async def test_gr02_a_client_that_pings_is_not_sent_away(settings_with):
+    """Six pings without a call, beside a slow stream; gRPC's default is to end the connection at the third."""
+    settings = settings_with(engine={"num_blocks": 400})
+    async with (
+        workers(settings, D),
+        front_of(settings, 1) as front,
+        grpc.aio.insecure_channel(front.router.address, options=PINGS) as channel,
+    ):
+        pinging = Front(front.router, inference_pb2_grpc.InferenceStub(channel))
+        assert len(tokens_of(await pinging.ask(ids(prompt_of(1))))) == 1
+        assert channel.get_state() == grpc.ChannelConnectivity.READY
+        changed = asyncio.create_task(channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        slow = front.stub.Generate(ids(prompt_of(2), max_tokens=400))
+        messages = [await slow.read()]
+        done, _ = await asyncio.wait([changed], timeout=6.5)
+        assert not done, "the server ended the connection"
+        changed.cancel()
+        assert len(tokens_of(await pinging.ask(ids(prompt_of(1))))) == 1
+        while (message := await slow.read()) is not grpc.aio.EOF:
+            messages.append(message)
+        assert len(tokens_of(messages)) == 400
+
+
+async def test_me01_hits_are_counted_once_a_request(settings_with):
+    settings = settings_with(engine={"num_blocks": 24})  # so few that requests wait, and are preempted
+    async with workers(settings, D), front_of(settings, 1) as front:
+
+        def counted() -> tuple[float, int]:
+            registry = front.router.metrics.registry
+            hits = registry.get_sample_value("headrace_router_reported_cached_tokens_total")
+            return hits, front.router.tally.prompt_tokens["ok"]
+
+        prompts = [prompt_of(n, 20) for n in range(12)]
+        await asyncio.gather(*(front.ask(ids(prompt, max_tokens=30)) for prompt in prompts))
+        assert counted() == (0, sum(map(len, prompts)))
+        same = prompt_of(77, 4 * BLOCK_SIZE + 1)
+        for _ in range(10):
+            await front.ask(ids(same))
+        assert counted() == (9 * 4 * BLOCK_SIZE, sum(map(len, prompts)) + 10 * len(same))
