@@ -30,6 +30,7 @@ _MAX_PROBES = (
     20  # about nine minutes; one that is still not well is forgotten, and starts anew if it comes back
 )
 _PROBE_TIMEOUT_S = 2.0
+_MAX_CLOSED = 256
 
 Probe = Callable[[str], Awaitable[bool]]
 
@@ -67,6 +68,7 @@ class Breakers:
 
     def failed(self, incarnation: str) -> None:
         breaker = self._breakers.setdefault(incarnation, _Breaker(pause_s=self._first_pause_s))
+        self._forget_oldest()
         breaker.num_failures += 1
         if breaker.state is _State.OPEN or (
             breaker.state is _State.CLOSED and breaker.num_failures < MAX_FAILURES
@@ -77,6 +79,12 @@ class Breakers:
         task = asyncio.create_task(self._recover(incarnation, breaker), name=f"probe {incarnation}")
         self._probing[incarnation] = task
         task.add_done_callback(lambda _: self._probing.pop(incarnation, None))
+
+    def _forget_oldest(self) -> None:
+        """Of those that never came to be open: workers that fail once and then die must not pile up."""
+        closed = [name for name, breaker in self._breakers.items() if breaker.state is _State.CLOSED]
+        if len(closed) > _MAX_CLOSED:
+            del self._breakers[closed[0]]
 
     async def close(self) -> None:
         tasks = list(self._probing.values())
