@@ -121,6 +121,7 @@ class Request:
             sequence, self._start.cache_salt, self._deadline, list(self._start.sources), self._pace
         )
         hand_off = HandOff(self._context, ref, task)
+        self._report = hand_off.report  # from now on: an abort asks for what was done so far
 
         def on_event(event: Event) -> None:
             if not hand_off.on_engine_event(event):
@@ -130,10 +131,10 @@ class Request:
             try:
                 await hand_off.run(self._on_first_token, self._going_on)
             except HeadraceError as error:
+                self._report = HandOffReport()
                 if is_worth_retrying(error):
                     raise _AttemptFailed(error) from None
                 raise
-            self._report = hand_off.report
             await self._until_finished()
 
     async def _locally(self) -> None:

@@ -35,7 +35,7 @@ from router.sessions import AnswerStream, ChoiceDelta, Delta, WorkerSession
 log = structlog.get_logger()
 
 MAX_DISPATCHES = 3  # of one request
-_ABORT_TIMEOUT_S = 2.0
+_END_TIMEOUT_S = 2.0
 _DEADLINE_GRACE_S = 1.0  # the worker ends the request by its deadline; here only when it does not
 # A worker that says so is on its way out; nobody here asked it to stop.
 _LEAVING = {Code.UNAVAILABLE, Code.CANCELLED}
@@ -208,7 +208,7 @@ class RequestRun:
                 if update.finish_reason is not None and delta.choices[update.choice].finish_reason is None:
                     dispatch.session.abort(dispatch.stream.request_id, update.choice)
         if not left:
-            end = delta.end or await _aborted(dispatch)
+            end = delta.end or await _end_of(dispatch, abort=any(c.text.stopped for c in self.choices))
             self._fleet.report(dispatch.plan, end)
             updates[-1].end = end
             self.progress.ended_at = time.monotonic()
@@ -250,12 +250,13 @@ def _push(text: IncrementalDetokenizer, token_ids: list[int]) -> tuple[list[int]
     return token_ids, "".join(pieces)
 
 
-async def _aborted(dispatch: Dispatch) -> worker_pb2.SequenceEnd:
-    """The answers are whole before the worker said so: stop it, and take its report with its last delta."""
-    dispatch.session.abort(dispatch.stream.request_id)
+async def _end_of(dispatch: Dispatch, *, abort: bool) -> worker_pb2.SequenceEnd:
+    """The answers are whole, and the worker's report is to follow. `abort`: it does not know that they are."""
+    if abort:
+        dispatch.session.abort(dispatch.stream.request_id)
     delta = Delta()
     try:
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+        async with asyncio.timeout(_END_TIMEOUT_S):
             while delta.end is None:
                 delta = await dispatch.stream.take()
     except (TimeoutError, HeadraceError):

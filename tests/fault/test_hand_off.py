@@ -243,6 +243,22 @@ async def test_ab03_a_cancel_between_prefill_and_pull_releases_the_hold(settings
         d.faults.stall = False
 
 
+async def test_an_abort_behind_the_first_token_is_told_what_was_cached(settings):
+    """As when a stop string ends the answer there."""
+    async with workers(settings, P, D) as [p, d], session_with(d) as session:
+        await session.answer(PROMPT, prefill=[p])
+        await d.process._engine.call(lambda engine: engine.reset_cache())
+        d.faults.stall = True
+        answer = await session.start(PROMPT, prefill=[p], request_id="again")
+        async with asyncio.timeout(10):
+            await answer.started.wait()
+            await session.abort("again")
+            await answer.ended.wait()
+        d.faults.stall = False
+        assert answer.end.prefill_worker == p.worker_id
+        assert answer.end.cached_tokens == len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+
+
 async def test_a_session_that_ends_takes_its_requests_with_it(settings):
     async with workers(settings, P, D) as [p, d]:
         async with session_with(d) as session:

@@ -163,6 +163,19 @@ async def test_a_stop_string_ends_the_answer_and_the_work(tiny_model_files):
         assert messages[-1].usage.completion_tokens <= len(encode("one STOP", add_special=False))
 
 
+async def test_a_report_that_comes_behind_the_last_token_is_waited_for(tiny_model_files):
+    """Nothing is aborted: the worker knows that the answer is whole."""
+    async with front(tiny_model_files) as f:
+        call = f.stub.Generate(ids(1, 2, 3))
+        asked = (await f.worker.received.get()).start
+        f.worker.send(asked.request_id, [4], finish_reason="length")
+        await until(lambda: f.dispatcher.ledger.accounts["i1"].active_tokens == 4)  # it has arrived
+        f.worker.send(asked.request_id, end=END)
+        messages = [message async for message in call]
+        assert messages[-1].usage.cached_tokens == END.cached_tokens
+        assert f.worker.received.empty()
+
+
 async def test_choices_have_texts_ends_and_logprobs_of_their_own_and_one_usage(tiny_model_files):
     async with front(tiny_model_files) as f:
         encode = f.model.tokenizer.encode
