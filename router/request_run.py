@@ -94,6 +94,10 @@ class Dispatch:
     charge: Charge
     resources: ExitStack
 
+    def give_up(self) -> None:
+        self.session.abort(self.stream.request_id)
+        self.stream.fail(DeadlineExceeded("the request's deadline passed, and its worker is silent"))
+
     def close(self) -> None:
         if not self.stream.ended:
             self.session.abort(self.stream.request_id)
@@ -148,13 +152,10 @@ class RequestRun:
         """Wait for what comes next. Raises HeadraceError when the request is over without success."""
         if self._dispatch is None:
             self._dispatch = await self._fleet.place(self)
-            self._note_dispatch(self._dispatch.plan)
+            self._note_dispatch(self._dispatch)
         dispatch = self._dispatch
         try:
-            async with asyncio.timeout(self.deadline.remaining_s() + _DEADLINE_GRACE_S):
-                delta = await dispatch.stream.next()
-        except TimeoutError:
-            raise DeadlineExceeded("the request's deadline passed, and its worker is silent") from None
+            delta = await dispatch.stream.next()
         except HeadraceError as error:
             self._on_failure(dispatch, error)
             return []
@@ -167,9 +168,12 @@ class RequestRun:
             self._dispatch.close()
             self._dispatch = None
 
-    def _note_dispatch(self, plan: Plan) -> None:
+    def _note_dispatch(self, dispatch: Dispatch) -> None:
         self.phase = Phase.WAITING
-        self.progress.plan = plan
+        limit_s = self.deadline.remaining_s() + _DEADLINE_GRACE_S
+        timer = asyncio.get_running_loop().call_later(limit_s, dispatch.give_up)
+        dispatch.resources.callback(timer.cancel)
+        self.progress.plan = dispatch.plan
         self.progress.num_dispatches += 1
         self.progress.planned_at = self.progress.planned_at or time.monotonic()
 

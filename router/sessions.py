@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ from headrace.sampling_params import FinishReason
 log = structlog.get_logger()
 
 _CONNECT_TIMEOUT_S = 5.0
+# To clients, a third of a core's time: a message costs about 35 us, however many tokens it has.
+_MAX_MESSAGES_PER_S = 10_000
 
 
 @dataclass(slots=True)
@@ -37,14 +40,32 @@ class Delta:
     end: worker_pb2.SequenceEnd | None = None
 
 
-class AnswerStream:
-    """One request's deltas. A consumer that is slow gets them merged; one that is too slow gets what there is, and then
-    SlowReader: so what is kept is bounded by the answer, and by `max_unread_tokens` and one frame.
+@dataclass(slots=True)
+class Pace:
+    """How often a stream may have news, so that all of them together are not more messages than can be written. The
+    tokens that come meanwhile are merged. 200 streams of 50 tokens a second do not notice it.
     """
 
-    def __init__(self, request_id: str, max_unread_tokens: int) -> None:
+    num_streams: int = 0
+
+    @property
+    def interval_s(self) -> float:
+        return self.num_streams / _MAX_MESSAGES_PER_S
+
+
+class AnswerStream:
+    """One request's deltas. The first comes at once, and so does what ends an answer; the others at the router's pace.
+    A consumer that is slow gets them merged; one that is too slow gets what there is, and then SlowReader: so what is
+    kept is bounded by the answer, and by `max_unread_tokens` and one frame.
+    """
+
+    def __init__(self, request_id: str, max_unread_tokens: int, pace: Pace) -> None:
         self.request_id = request_id
         self._max_unread_tokens = max_unread_tokens
+        self._pace = pace
+        self._loop = asyncio.get_running_loop()
+        self._taken_at = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
         self._num_unread_tokens = 0
         self.ended = False  # the worker has nothing to do for it any more
         self._delta = Delta()
@@ -68,8 +89,16 @@ class AnswerStream:
         elif self._num_unread_tokens > self._max_unread_tokens:
             self.fail(SlowReader(self._num_unread_tokens, self._max_unread_tokens))
             return False
-        self._ready.set()
+        self._tell(is_last=self.ended or bool(message.finish_reason))
         return True
+
+    def _tell(self, *, is_last: bool) -> None:
+        """Wake the consumer now, or when its next message is due."""
+        due = self._taken_at + self._pace.interval_s
+        if is_last or due <= self._loop.time():
+            self._ready.set()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(due, self._ready.set)
 
     def fail(self, error: HeadraceError) -> None:
         """The first error stays."""
@@ -80,6 +109,10 @@ class AnswerStream:
     async def take(self) -> Delta:
         """Waits for news and returns it as it came, an error end included. Raises WorkerGone when the session broke."""
         await self._ready.wait()
+        self._taken_at = self._loop.time()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         delta, self._delta = self._delta, Delta()
         self._num_unread_tokens = 0
         if self._error is None:
@@ -104,9 +137,10 @@ class WorkerSession:
     """An open session. `lost` is set once it has ended; its requests have failed by then."""
 
     def __init__(
-        self, worker_id: str, incarnation: str, channel: grpc.aio.Channel, max_unread_tokens: int
+        self, worker_id: str, incarnation: str, channel: grpc.aio.Channel, max_unread_tokens: int, pace: Pace
     ) -> None:
         self._max_unread_tokens = max_unread_tokens
+        self._pace = pace
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.lost = False
@@ -156,7 +190,9 @@ class WorkerSession:
         """Send a request. Its deltas come to the stream until `forget`. Raises WorkerGone."""
         if self.lost:
             raise WorkerGone(f"decode worker {self.worker_id} was lost")
-        stream = self._streams[start.request_id] = AnswerStream(start.request_id, self._max_unread_tokens)
+        stream = AnswerStream(start.request_id, self._max_unread_tokens, self._pace)
+        self._streams[start.request_id] = stream
+        self._pace.num_streams += 1
         self._outgoing.put_nowait(worker_pb2.SessionRequest(start=start))
         return stream
 
@@ -167,7 +203,8 @@ class WorkerSession:
             self._outgoing.put_nowait(worker_pb2.SessionRequest(abort=abort))
 
     def forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
+        if self._streams.pop(request_id, None) is not None:
+            self._pace.num_streams -= 1
 
     async def close(self) -> None:
         self._call.cancel()
@@ -189,6 +226,7 @@ class Sessions:
         self._rpc = rpc
         self._max_unread_tokens = max_unread_tokens
         self._on_lost = on_lost
+        self._pace = Pace()
         self._opening: dict[str, asyncio.Task[WorkerSession]] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -207,6 +245,10 @@ class Sessions:
             self._opening.pop(incarnation, None)
             raise
 
+    @property
+    def num_streams(self) -> int:
+        return self._pace.num_streams
+
     async def close(self) -> None:
         self._closing = True
         for task in self._running:
@@ -215,7 +257,7 @@ class Sessions:
 
     async def _open(self, worker_id: str, incarnation: str, address: str) -> WorkerSession:
         session = WorkerSession(
-            worker_id, incarnation, open_channel(address, self._rpc), self._max_unread_tokens
+            worker_id, incarnation, open_channel(address, self._rpc), self._max_unread_tokens, self._pace
         )
         try:
             await session.open()

@@ -2,55 +2,36 @@
 
     decision   a view of so many workers and blocks; prompts of which all workers have the first 1,024 tokens and one
                worker the most of the rest, drawn anew each time: match alone, then snapshot, match and policy
-    path       client ─gRPC─▶ router ─gRPC─▶ worker that answers at once, all three in this process, beside the same
-               client at the worker's own door. Latency one by one; throughput with 64 answers, a token each a step
+    path       what a router adds to a request, and the tokens that it relays: `relay.py`
 
 No model is loaded and no directory runs: the view is filled by hand.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import grpc
 import numpy as np
 import psutil
-import tokenizers
-from tokenizers import models
 
+from headrace.bench.relay import PROMPT_TOKENS, added_latency_s, relay, router_and_worker
+from headrace.bench.router_parts import BLOCK_SIZE_TOKENS, bench_model, bench_record, make_dispatcher
 from headrace.block_hash import DIGEST_BYTES, HashRoot, block_hashes
-from headrace.config import RouterSettings, RpcSettings
-from headrace.directory.records import Role, WorkerLoad, WorkerRecord
+from headrace.config import RpcSettings
+from headrace.directory.records import Role
 from headrace.directory.view import DirectoryView
-from headrace.model_config import ModelConfig, ModelFiles
-from headrace.rpc.channel import open_channel
-from headrace.rpc.server import RpcServer
-from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.sampling_params import SamplingParams
 from headrace.tier import Tier
-from headrace.tokenizer import Tokenizer
-from headrace.tokenizer.vocabulary import Vocabulary
-from router.breakers import Breakers, HealthProbe
-from router.dispatch import Dispatcher
-from router.front_door import FrontDoor
-from router.policy import load_policy
-from router.requests import GenerationRequest, RequestParser, ServedModel
-from router.service import InferenceService
-from router.sessions import Sessions
+from router.requests import GenerationRequest
 
-_BLOCK_SIZE_TOKENS = 32
 _SHARED_BLOCKS = 32  # of every prompt, on every worker
 _EVENT_BLOCKS = 20  # stored and removed by one event
 _STORE_BLOCKS = 2048
 _BYTES_PER_BLOCK = 200  # while the view is filled, the digests included
-_NUM_STREAMS = 64
-_LATENCY_TOKENS = 200
+_STREAMS = (1, 16, 64, 256)  # answers at once
+_MAX_ANSWER_TOKENS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +40,10 @@ class Effort:
 
     decisions: int = 500
     requests: int = 500
-    steps: int = 1000  # of the relayed answers
+    relayed_tokens: int = 400_000  # in all answers together
 
 
-QUICK = Effort(decisions=20, requests=5, steps=20)
+QUICK = Effort(decisions=20, requests=5, relayed_tokens=2000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +63,11 @@ class Row:
     bytes_per_entry: float | None = None  # of a pair of block and worker in the index
     added_latency_ms_p50: float | None = None  # to the whole answer of one token
     added_latency_ms_p99: float | None = None
+    streams: int | None = None  # answers at once
     relayed_tokens_per_s: float | None = None
+    relayed_messages_per_s: float | None = None
+    router_cpu_us_per_token: float | None = None
+    router_cpu_load: float | None = None  # of one core
 
 
 def why_not(num_blocks: int) -> str | None:
@@ -121,13 +106,27 @@ def measure_decisions(
 
 
 def _hash_s(token_ids: list[int]) -> float:
-    root = HashRoot("bench", "bench", _BLOCK_SIZE_TOKENS, "bfloat16")
+    root = HashRoot("bench", "bench", BLOCK_SIZE_TOKENS, "bfloat16")
     return _seconds(lambda: block_hashes(root, token_ids))
 
 
-def measure_path(effort: Effort = Effort()) -> Row:
-    """The way of a request and of its tokens through the router."""
-    return asyncio.run(_measure_path(effort))
+def measure_path(effort: Effort = Effort()) -> Generator[Row]:
+    """The way of a request and of its tokens through the router: a row per number of answers at once."""
+    with router_and_worker() as doors:
+        low, high = added_latency_s(doors, effort.requests)
+        for streams in _STREAMS:
+            relayed = relay(doors, streams, min(_MAX_ANSWER_TOKENS, max(2, effort.relayed_tokens // streams)))
+            yield Row(
+                workers=1,
+                prompt_tokens=PROMPT_TOKENS,
+                added_latency_ms_p50=low * 1e3,
+                added_latency_ms_p99=high * 1e3,
+                streams=streams,
+                relayed_tokens_per_s=relayed.tokens_per_s,
+                relayed_messages_per_s=relayed.messages_per_s,
+                router_cpu_us_per_token=relayed.cpu_us_per_token,
+                router_cpu_load=relayed.cpu_load,
+            )
 
 
 class _Fleet:
@@ -145,11 +144,11 @@ class _Fleet:
         self._dispatcher = make_dispatcher(self.view, RpcSettings(), bench_model())[1]
 
     def match_s(self, num_tokens: int) -> float:
-        hashes = self._prompt(num_tokens // _BLOCK_SIZE_TOKENS)
+        hashes = self._prompt(num_tokens // BLOCK_SIZE_TOKENS)
         return _seconds(lambda: self.view.match(hashes))
 
     def decision_s(self, token_ids: list[int]) -> float:
-        hashes = self._prompt(len(token_ids) // _BLOCK_SIZE_TOKENS)
+        hashes = self._prompt(len(token_ids) // BLOCK_SIZE_TOKENS)
         request = GenerationRequest(
             id="bench",
             label="bench",
@@ -197,180 +196,6 @@ class _Fleet:
         return [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
 
 
-class _InstantWorker(worker_pb2_grpc.WorkerServicer):
-    """A step as soon as the one before is written: a token for every answer that is not over."""
-
-    def __init__(self, incarnation: str) -> None:
-        self._incarnation = incarnation
-
-    async def Session(
-        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any
-    ) -> AsyncIterator[worker_pb2.StepFrame]:
-        running: dict[str, int] = {}  # tokens to come, by request
-        news = asyncio.Event()
-
-        async def read() -> None:
-            async for message in request_iterator:
-                if message.HasField("start"):
-                    running[message.start.request_id] = message.start.sampling.max_tokens
-                    news.set()
-
-        reader = asyncio.create_task(read())
-        try:
-            yield worker_pb2.StepFrame(incarnation=self._incarnation)
-            while await news.wait():
-                yield self._step(running)
-                if not running:
-                    news.clear()
-        finally:
-            reader.cancel()
-
-    async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.StatusResponse:
-        return worker_pb2.StatusResponse()
-
-    def _step(self, running: dict[str, int]) -> worker_pb2.StepFrame:
-        frame = worker_pb2.StepFrame(incarnation=self._incarnation)
-        for request_id in list(running):
-            delta = frame.deltas.add(request_id=request_id, token_ids=[65])
-            running[request_id] -= 1
-            if not running[request_id]:
-                del running[request_id]
-                delta.finish_reason = "length"
-                delta.end.SetInParent()
-        return frame
-
-
-@dataclass(frozen=True, slots=True)
-class _Doors:
-    router: inference_pb2_grpc.InferenceStub
-    worker: worker_pb2_grpc.WorkerStub
-
-
-@asynccontextmanager
-async def _router_and_worker() -> AsyncGenerator[_Doors]:
-    rpc, model = RpcSettings(), bench_model()
-    async with AsyncExitStack() as stack:
-        worker_server = RpcServer(rpc, [])
-        worker_pb2_grpc.add_WorkerServicer_to_server(_InstantWorker("of decode-0"), worker_server.grpc_server)
-        worker_address = await worker_server.start()
-        stack.push_async_callback(worker_server.stop, 0)
-        view = DirectoryView()
-        view.admit(bench_record("decode-0", Role.DECODE, worker_address))
-        sessions, dispatcher = make_dispatcher(view, rpc, model)
-        stack.push_async_callback(sessions.close)
-        server = RpcServer(rpc, [])
-        door = FrontDoor(RequestParser(model, 1 << 20), dispatcher, 60.0)
-        service = InferenceService(door, model)
-        inference_pb2_grpc.add_InferenceServicer_to_server(service, server.grpc_server)
-        address = await server.start()
-        stack.push_async_callback(server.stop, 0)
-        to_router, to_worker = open_channel(address, rpc), open_channel(worker_address, rpc)
-        stack.push_async_callback(to_router.close)
-        stack.push_async_callback(to_worker.close)
-        yield _Doors(inference_pb2_grpc.InferenceStub(to_router), worker_pb2_grpc.WorkerStub(to_worker))
-
-
-async def _measure_path(effort: Effort) -> Row:
-    async with _router_and_worker() as doors:
-        call = doors.worker.Session()
-        await call.read()
-        through: list[float] = []
-        direct: list[float] = []
-        for number in range(effort.requests + 1):
-            through.append(await _through_router(doors.router))
-            direct.append(await _at_the_worker(call, str(number)))
-        call.cancel()
-        added = np.array(through[1:]) - np.median(direct[1:])  # the first connects
-        started = time.perf_counter()
-        counts = await asyncio.gather(
-            *(_num_received(doors.router, effort.steps) for _ in range(_NUM_STREAMS))
-        )
-        seconds = time.perf_counter() - started
-    low, high = np.quantile(added, (0.5, 0.99)).tolist()
-    return Row(
-        workers=1,
-        prompt_tokens=_LATENCY_TOKENS,
-        added_latency_ms_p50=low * 1e3,
-        added_latency_ms_p99=high * 1e3,
-        relayed_tokens_per_s=sum(counts) / seconds,
-    )
-
-
-async def _through_router(stub: inference_pb2_grpc.InferenceStub) -> float:
-    started = time.perf_counter()
-    await _num_received(stub, 1)
-    return time.perf_counter() - started
-
-
-async def _num_received(stub: inference_pb2_grpc.InferenceStub, max_tokens: int) -> int:
-    """Tokens of an answer to a prompt of its own."""
-    message = inference_pb2.GenerateRequest(sampling=inference_pb2.SamplingParams(max_tokens=max_tokens))
-    message.token_ids.ids.extend(np.random.randint(0, 256, _LATENCY_TOKENS).tolist())
-    count = 0
-    async for response in stub.Generate(message, timeout=60):
-        count += len(response.token_ids)
-    return count
-
-
-async def _at_the_worker(call: Any, request_id: str) -> float:
-    started = time.perf_counter()
-    start = worker_pb2.StartRequest(request_id=request_id, token_ids=[65] * _LATENCY_TOKENS)
-    start.sampling.max_tokens = 1
-    await call.write(worker_pb2.SessionRequest(start=start))
-    frame = await call.read()
-    assert frame is not grpc.aio.EOF
-    return time.perf_counter() - started
-
-
-def bench_model() -> ServedModel:
-    """A model by name, and a tokenizer whose tokens are bytes."""
-    config = ModelConfig(
-        architecture="llama",
-        num_layers=1,
-        hidden_size=1,
-        intermediate_size=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=1,
-        vocab_size=1 << 15,
-        max_model_tokens=1 << 17,
-        rope_theta=1.0,
-        rms_norm_eps=1.0,
-        tie_word_embeddings=True,
-    )
-    files = ModelFiles("bench", Path(), "safetensors", config, "bench", "bench", frozenset())
-    vocabulary = Vocabulary(
-        backend=tokenizers.Tokenizer(models.BPE()),
-        token_bytes=[bytes([byte]) for byte in range(256)],
-        bos_id=None,
-        eos_id=None,
-        adds_bos=False,
-        strips_leading_space=False,
-        chat_template=None,
-    )
-    return ServedModel("bench", files, Tokenizer(vocabulary), config.max_model_tokens)
-
-
-def bench_record(worker_id: str, role: Role, address: str) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=worker_id,
-        role=role,
-        address=address,
-        incarnation=f"of {worker_id}",
-        model_name="bench",
-        model_fingerprint="bench",
-        tokenizer_fingerprint="bench",
-        kv_dtype="bfloat16",
-        block_size_tokens=_BLOCK_SIZE_TOKENS,
-        num_blocks=1 << 20,
-        max_model_tokens=1 << 17,
-        vocab_size=1 << 15,
-        transport="local",
-        draining=False,
-        load=WorkerLoad(running=0, waiting=0, waiting_tokens=0, free_blocks=1 << 20, cached_blocks=0),
-    )
-
-
 def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
@@ -383,11 +208,3 @@ def _quantiles(run: Callable[[], float], num_runs: int) -> tuple[float, float, f
     times = [run() for _ in range(num_runs)]
     low, high = np.quantile(times, (0.5, 0.99)).tolist()
     return low, high, sum(times) / len(times)
-
-
-def make_dispatcher(view: DirectoryView, rpc: RpcSettings, model: ServedModel) -> tuple[Sessions, Dispatcher]:
-    """As a router makes them, with default settings."""
-    settings = RouterSettings()
-    sessions = Sessions(rpc, view.mark_gone, settings.max_unread_tokens)
-    breakers = Breakers(HealthProbe(view, rpc))
-    return sessions, Dispatcher(view, sessions, breakers, load_policy(settings.policy), model, settings)

@@ -197,6 +197,60 @@ def router(
         output.print(_router_table(report))
 
 
+@bench.command()
+def soak(
+    streams: Annotated[int, typer.Option(min=1, max=10_000, help="Answers at once.")] = 500,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long.")] = 300.0,
+    seed: Annotated[int, typer.Option(help="Of prompts and lengths.")] = 0,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write a row per second there.", show_default=False),
+    ] = None,
+) -> None:
+    """Hold a router under load: its memory from second to second, and what is left when the load ends.
+
+    The worker computes nothing and brings each answer a token every 50 ms. An error of any client ends it.
+    """
+    import uvloop
+
+    from headrace.bench.relay import LOAD_STEP_S, Load, Sample, router_and_worker
+    from headrace.bench.report import Report
+    from headrace.telemetry import configure_logging
+
+    configure_logging("warning", "bench")
+    report = Report(json, {"name": "none"})
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=seconds)
+
+        def on_sample(sample: Sample) -> None:
+            report.add(asdict(sample))
+            memory = sample.figures.rss_bytes / 1e6
+            text = f"{sample.answers:,} answers, {sample.tokens:,} tokens, {memory:.1f} MB"
+            progress.update(task, completed=sample.seconds, description=text)
+
+        with router_and_worker(LOAD_STEP_S) as doors:
+            on_sample(uvloop.run(Load(doors, streams, seed).run(seconds, on_sample)))
+    output.print(_soak_table(report))
+
+
+def _soak_table(report: Report) -> Table:
+    """The last row is of when all clients had ended."""
+    table = Table(title="Router under load", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("second", "answers", "tokens", "memory MB", "CPU s", "in flight"):
+        table.add_column(name, justify="right")
+    every = max(1, len(report.rows) // 10)
+    shown = [*report.rows[:-1:every], report.rows[-1]]
+    for row in shown:
+        figures = row["figures"]
+        table.add_row(
+            *(f"{row['seconds']:.0f}", f"{row['answers']:,}", f"{row['tokens']:,}"),
+            *(f"{figures['rss_bytes'] / 1e6:.1f}", f"{figures['cpu_s']:.1f}"),
+            " ".join(f"{name} {count}" for name, count in figures["gauges"].items()),
+        )
+    return table
+
+
 def _measure_router(
     counts: Sequence[int],
     sizes: Sequence[int],
@@ -208,9 +262,9 @@ def _measure_router(
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("through the router", total=1 + len(sizes) * len(counts) * len(prompts))
-        report.add(asdict(measure_path(effort)))
-        progress.advance(task)
+        task = progress.add_task("through the router", total=len(sizes) * len(counts) * len(prompts))
+        for row in measure_path(effort):
+            report.add(asdict(row))
         for size in sizes:
             for count in counts:
                 case = f"{count:,} workers, {size:,} blocks"
@@ -241,7 +295,9 @@ def _router_table(report: Report) -> Table:
         "event_us_p50": ("event us", ",.0f"),
         "bytes_per_entry": ("bytes/entry", ".1f"),
         "added_latency_ms_p50": ("added ms", ".2f"),
+        "streams": ("answers", ","),
         "relayed_tokens_per_s": ("relayed/s", ",.0f"),
+        "router_cpu_us_per_token": ("CPU us/token", ",.1f"),
     }
     for name, _ in formats.values():
         table.add_column(name, justify="right")

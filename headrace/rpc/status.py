@@ -26,7 +26,7 @@ from headrace.errors import (
 
 log = structlog.get_logger()
 
-_MAX_DETAILS = 1000
+_MAX_DETAILS_BYTES = 1000
 RETRY_AFTER_KEY = "retry-after-ms"
 # Set on every status that a handler of ours chose. An UNAVAILABLE without it came from the connection itself.
 ANSWERED_KEY = "headrace-answered"
@@ -51,10 +51,11 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Headrac
 
 
 def _short(details: str) -> str:
-    """Metadata over 16 KiB ends a call as RESOURCE_EXHAUSTED, and percent-encoding makes 12 bytes of one character."""
-    return (
-        details if len(details) <= _MAX_DETAILS else f"{details[:_MAX_DETAILS]}… ({len(details)} characters)"
-    )
+    """gRPC refuses some calls whose metadata is over 8 KiB, and all over 16; percent-encoding makes 3 bytes of one."""
+    data = details.encode()
+    if len(data) <= _MAX_DETAILS_BYTES:
+        return details
+    return f"{data[:_MAX_DETAILS_BYTES].decode(errors='ignore')}… ({len(data)} bytes)"
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:

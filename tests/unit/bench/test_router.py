@@ -27,17 +27,20 @@ def bench(*arguments: str):
     return CliRunner().invoke(app, ["bench", "router", "--quick", *arguments], catch_exceptions=False)
 
 
-def test_rows_for_each_case_and_one_for_the_path(tmp_path):
+def test_rows_for_each_case_and_for_the_path(tmp_path):
     path = tmp_path / "rows.json"
     result = bench("--workers", "2,5", "--blocks", "3000", "--prompt", "640,6400", "--json", str(path))
     assert result.exit_code == 0, result.output
     report = json.loads(path.read_text())
     assert report["machine"]["python"]
-    first, *rows = report["rows"]
-    assert set(first) >= KEYS
-    assert first["added_latency_ms_p50"] is not None
-    assert first["relayed_tokens_per_s"] > 0
-    assert first["decision_us_p50"] is first["bytes_per_entry"] is None
+    path_rows, rows = report["rows"][:4], report["rows"][4:]
+    assert [row["streams"] for row in path_rows] == [1, 16, 64, 256]
+    for row in path_rows:
+        assert set(row) >= KEYS
+        assert row["added_latency_ms_p50"] is not None
+        assert row["relayed_tokens_per_s"] > 0
+        assert row["router_cpu_us_per_token"] > 0
+        assert row["decision_us_p50"] is row["bytes_per_entry"] is None
     assert [(row["workers"], row["prompt_tokens"]) for row in rows] == [
         (2, 640),
         (2, 6400),
@@ -58,7 +61,7 @@ def test_what_does_not_fit_into_memory_is_skipped_with_its_reason(tmp_path, monk
     result = bench("--workers", "2", "--blocks", "1000", "--json", str(path))
     assert result.exit_code == 0, result.output
     report = json.loads(path.read_text())
-    assert len(report["rows"]) == 1
+    assert all(row["streams"] for row in report["rows"])
     assert report["skipped"][0]["indexed_blocks"] == 1000
     assert "of memory are free" in report["skipped"][0]["reason"]
 

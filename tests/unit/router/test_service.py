@@ -661,6 +661,25 @@ async def test_a_client_that_cancels_aborts_at_the_worker(tiny_model_files):
         assert f.door.tally.requests == {"cancelled": 1}
 
 
+async def test_a_worker_that_is_silent_past_the_deadline_is_told_to_stop(tiny_model_files, monkeypatch):
+    """The client set no deadline of its own, which would end its call first."""
+    monkeypatch.setattr("router.request_run._DEADLINE_GRACE_S", 0.1)
+    async with front(tiny_model_files) as f:
+        f.door._default_timeout_s = 0.1
+        call = f.stub.Generate(ids(1, 2, 3))
+        asked = (await f.worker.received.get()).start
+        f.worker.send(asked.request_id, [4])
+        received = []
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for message in call:
+                received += message.token_ids
+        assert received == [4]
+        assert failure.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "silent" in failure.value.details()
+        assert (await f.worker.received.get()).abort.request_id == asked.request_id
+        assert f.dispatcher.ledger.accounts == {}
+
+
 async def test_what_was_answered_is_counted_by_outcome(tiny_model_files):
     async with front(tiny_model_files) as f:
         await answered(f.stub.Generate(ids(1, 2, 3)), f.worker, [5, 6])

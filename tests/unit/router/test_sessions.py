@@ -12,6 +12,7 @@ from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
 from headrace.sampling_params import FinishReason
 from router.sessions import ChoiceDelta, Sessions
 
+END = worker_pb2.SequenceEnd(cached_tokens=4)
 RPC = RpcSettings(keepalive_s=1.0, keepalive_timeout_s=1.0)
 
 
@@ -91,6 +92,32 @@ async def test_a_slow_consumer_gets_merged_deltas_and_the_end():
             2: ChoiceDelta([5], [], FinishReason.LENGTH),
         }
         assert delta.end.cached_tokens == 4
+
+
+async def test_news_of_many_streams_come_at_the_routers_pace():
+    """The first and the last at once; what comes between, merged, as soon as the stream is due."""
+    async with connected(max_unread=1 << 20) as (worker, sessions, address, _):
+        session = await sessions.get("d0", "i1", address)
+        streams = [session.start(start(str(number))) for number in range(20_000)]
+        assert sessions.num_streams == 20_000  # a message every two seconds each
+        first, other = streams[:2]
+        worker.send("0", [1])
+        assert (await first.next()).choices[0].token_ids == [1]
+        worker.send("0", [2])
+        worker.send("0", [3])
+        worker.send("1", [9])
+        await other.next()  # everything before it has arrived
+        assert not first._ready.is_set()
+        async with asyncio.timeout(10):
+            assert (await first.next()).choices[0].token_ids == [2, 3]
+        worker.send("0", [4], END, finish_reason="stop")
+        worker.send("1", [8], END, finish_reason="stop")
+        async with asyncio.timeout(1):  # and not two seconds later
+            assert (await first.next()).choices[0].token_ids == [4]
+            assert (await other.next()).end is not None
+        for stream in streams:
+            session.forget(stream.request_id)
+        assert sessions.num_streams == 0
 
 
 async def test_a_failed_sequence_gives_its_tokens_and_then_its_error():

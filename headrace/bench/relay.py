@@ -1,0 +1,349 @@
+"""The way of a request and of its tokens through a router: clients, router and worker, each a process of its own.
+
+    client ─gRPC─▶ router ─gRPC─▶ worker that computes nothing
+
+The router has a core to itself where there are two. Latency is that of one request after the other, beside the same
+request at the worker's own door. Throughput is that of many answers at once, a token each a step, as fast as they go;
+beside it stands what it costs the router's process. Nothing is loaded and no directory runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import uvloop
+
+from headrace.bench.router_parts import bench_model, bench_record, make_dispatcher
+from headrace.config import RpcSettings
+from headrace.directory.records import Role
+from headrace.directory.view import DirectoryView
+from headrace.rpc.channel import open_channel
+from headrace.rpc.server import RpcServer
+from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.telemetry import configure_logging
+from router.front_door import FrontDoor
+from router.requests import RequestParser
+from router.service import InferenceService
+
+PROMPT_TOKENS = 200
+_REPLY_TIMEOUT_S = 60.0
+_LOAD_TOKENS = (20, 400)  # of an answer
+LOAD_STEP_S = 0.05
+_INCARNATION = "of decode-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of the router's process at one moment."""
+
+    cpu_s: float
+    rss_bytes: int
+    gauges: dict[str, int]  # what is in flight, by kind; all zero when nothing is
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Of a running pair. `figures()` asks the router's process."""
+
+    router: str
+    worker: str
+    figures: Callable[[], Figures]
+
+
+@contextmanager
+def router_and_worker(step_s: float = 0.0) -> Generator[Doors]:
+    """`step_s`: from one step of the worker to the next; 0: as soon as the one before is written."""
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        worker_address, _ = stack.enter_context(_process(_worker, cores[:1], step_s))
+        router_address, connection = stack.enter_context(_process(_router, cores[-1:], worker_address))
+        os.sched_setaffinity(0, cores[:-1] or cores)
+        stack.callback(os.sched_setaffinity, 0, cores)
+
+        def figures() -> Figures:
+            connection.send("figures")
+            return _received(connection)
+
+        yield Doors(router_address, worker_address, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """What a number of answers at once cost. CPU is the router process's."""
+
+    tokens_per_s: float
+    messages_per_s: float
+    cpu_us_per_token: float
+    cpu_load: float  # of one core
+
+
+def relay(doors: Doors, num_streams: int, num_tokens: int) -> Relayed:
+    """`num_streams` answers of `num_tokens` each at once."""
+    before, started = doors.figures(), time.perf_counter()
+    messages = uvloop.run(_all_answers(doors.router, num_streams, num_tokens))
+    seconds, cpu_s = time.perf_counter() - started, doors.figures().cpu_s - before.cpu_s
+    count = num_streams * num_tokens
+    return Relayed(count / seconds, messages / seconds, cpu_s / count * 1e6, cpu_s / seconds)
+
+
+def added_latency_s(doors: Doors, num_requests: int) -> tuple[float, float]:
+    """p50 and p99 of what the router adds to an answer of one token."""
+    return uvloop.run(_added_latency(doors, num_requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Of a load that goes on."""
+
+    seconds: float  # since its beginning
+    answers: int  # so far
+    tokens: int
+    figures: Figures
+
+
+class Load:
+    """`num_streams` clients, each of which asks again as soon as it has its answer. Raises what a client is told."""
+
+    def __init__(self, doors: Doors, num_streams: int, seed: int) -> None:
+        self._doors = doors
+        self._num_streams = num_streams
+        self._seed = seed
+        self._answers = 0
+        self._tokens = 0
+        self._started = time.perf_counter()
+
+    async def run(self, seconds: float, on_sample: Callable[[Sample], None]) -> Sample:
+        """A sample each second, and one when all clients have ended."""
+        channel = open_channel(self._doors.router, RpcSettings())
+        self._started = time.perf_counter()
+        end = self._started + seconds
+        try:
+            async with asyncio.TaskGroup() as clients:
+                for number in range(self._num_streams):
+                    clients.create_task(self._client(channel, self._seed + number, end))
+                while time.perf_counter() < end:
+                    await asyncio.sleep(1.0)
+                    on_sample(await self._sample())
+        finally:
+            await channel.close()
+        return await self._sample()
+
+    async def _client(self, channel: grpc.aio.Channel, seed: int, end: float) -> None:
+        draw = random.Random(seed)
+        while time.perf_counter() < end:
+            num_tokens = draw.randint(*_LOAD_TOKENS)
+            await num_messages(channel, draw.randrange(1 << 30), num_tokens)
+            self._answers += 1
+            self._tokens += num_tokens
+
+    async def _sample(self) -> Sample:
+        figures = await asyncio.to_thread(self._doors.figures)
+        return Sample(time.perf_counter() - self._started, self._answers, self._tokens, figures)
+
+
+async def _all_answers(address: str, num_streams: int, num_tokens: int) -> int:
+    """Returns the number of messages. The answers are counted by their usage, so that clients cost little."""
+    channel = open_channel(address, RpcSettings())
+    try:
+        return sum(
+            await asyncio.gather(
+                *(num_messages(channel, number, num_tokens) for number in range(num_streams))
+            )
+        )
+    finally:
+        await channel.close()
+
+
+async def num_messages(channel: grpc.aio.Channel, seed: int, num_tokens: int) -> int:
+    """Of one answer, which must be whole."""
+    generate: Any = channel.unary_stream(
+        "/headrace.v1.Inference/Generate",
+        request_serializer=inference_pb2.GenerateRequest.SerializeToString,
+    )
+    count, last = 0, b""
+    async for data in generate(request(seed, num_tokens), timeout=600):
+        count, last = count + 1, data
+    usage = inference_pb2.GenerateResponse.FromString(last).usage
+    if usage.completion_tokens != num_tokens:
+        raise AssertionError(f"{usage.completion_tokens} tokens of {num_tokens} came")
+    return count
+
+
+def request(seed: int, num_tokens: int) -> inference_pb2.GenerateRequest:
+    """With a prompt of its own."""
+    message = inference_pb2.GenerateRequest(sampling=inference_pb2.SamplingParams(max_tokens=num_tokens))
+    message.token_ids.ids.extend(np.random.default_rng(seed).integers(0, 256, PROMPT_TOKENS).tolist())
+    return message
+
+
+async def _added_latency(doors: Doors, num_requests: int) -> tuple[float, float]:
+    to_router, to_worker = (
+        open_channel(doors.router, RpcSettings()),
+        open_channel(doors.worker, RpcSettings()),
+    )
+    call = worker_pb2_grpc.WorkerStub(to_worker).Session()
+    await call.read()
+    through: list[float] = []
+    direct: list[float] = []
+    for number in range(num_requests + 1):
+        through.append(await _seconds(num_messages(to_router, number, 1)))
+        direct.append(await _seconds(_at_the_worker(call, number)))
+    call.cancel()
+    await to_router.close()
+    await to_worker.close()
+    added = np.array(through[1:]) - np.median(direct[1:])  # the first connects
+    low, high = np.quantile(added, (0.5, 0.99)).tolist()
+    return low, high
+
+
+async def _seconds(work: Coroutine[Any, Any, Any]) -> float:
+    started = time.perf_counter()
+    await work
+    return time.perf_counter() - started
+
+
+async def _at_the_worker(call: Any, number: int) -> None:
+    start = worker_pb2.StartRequest(request_id=str(number), token_ids=[65] * PROMPT_TOKENS)
+    start.sampling.max_tokens = 1
+    await call.write(worker_pb2.SessionRequest(start=start))
+    await call.read()
+
+
+@contextmanager
+def _process(
+    main: Callable[..., Coroutine[Any, Any, None]], cores: list[int], argument: object
+) -> Generator[tuple[str, Any]]:
+    """Runs `main(connection, argument)`, which sends its address first and ends when it is sent None."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(main, theirs, cores, argument), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _received(ours), ours
+    finally:
+        ours.close()
+        process.join(10)
+        process.kill()
+
+
+def _run(main: Callable[..., Any], connection: Connection, cores: list[int], argument: object) -> None:
+    os.sched_setaffinity(0, cores)
+    configure_logging("error", "bench")  # a line for each request would be measured too
+    uvloop.run(main(connection, argument))
+
+
+def _received(connection: Any) -> Any:
+    if not connection.poll(_REPLY_TIMEOUT_S):
+        raise TimeoutError(f"a process of the benchmark said nothing for {_REPLY_TIMEOUT_S:g} s")
+    return connection.recv()
+
+
+async def _worker(connection: Connection, step_s: float) -> None:
+    server = RpcServer(RpcSettings(), [])
+    worker_pb2_grpc.add_WorkerServicer_to_server(_TrivialWorker(step_s), server.grpc_server)
+    connection.send(await server.start())
+    await _until_closed(connection, lambda: None)
+    await server.stop(0)
+
+
+async def _router(connection: Connection, worker_address: str) -> None:
+    rpc, model = RpcSettings(), bench_model()
+    view = DirectoryView()
+    view.admit(bench_record("decode-0", Role.DECODE, worker_address))
+    sessions, dispatcher = make_dispatcher(view, rpc, model)
+    server = RpcServer(rpc, [])
+    door = FrontDoor(RequestParser(model, 1 << 20), dispatcher, 600.0)
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
+    connection.send(await server.start())
+
+    def figures() -> Figures:
+        process = psutil.Process()
+        times = process.cpu_times()
+        gauges = {
+            "running": dispatcher.admission.num_running,
+            "queued": dispatcher.admission.num_queued,
+            "charged": len(dispatcher.ledger.accounts),
+            "streams": sessions.num_streams,
+        }
+        return Figures(times.user + times.system, process.memory_info().rss, gauges)
+
+    await _until_closed(connection, lambda: connection.send(figures()))
+    await server.stop(0)
+    await sessions.close()
+
+
+async def _until_closed(connection: Connection, on_message: Callable[[], None]) -> None:
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_readable() -> None:
+        try:
+            connection.recv()
+        except EOFError:
+            loop.remove_reader(connection.fileno())
+            closed.set()
+        else:
+            on_message()
+
+    loop.add_reader(connection.fileno(), on_readable)
+    await closed.wait()
+
+
+class _TrivialWorker(worker_pb2_grpc.WorkerServicer):
+    """Each step brings a token for every answer that is not over."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.StatusResponse:
+        return worker_pb2.StatusResponse()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.StepFrame]:
+        running: dict[str, int] = {}  # tokens to come, by request
+        news = asyncio.Event()
+
+        async def read() -> None:
+            async for message in request_iterator:
+                if message.HasField("start"):
+                    running[message.start.request_id] = message.start.sampling.max_tokens
+                    news.set()
+                else:
+                    running.pop(message.abort.request_id, None)
+
+        reader = asyncio.create_task(read())
+        try:
+            yield worker_pb2.StepFrame(incarnation=_INCARNATION)
+            while await news.wait():
+                yield _step(running)
+                if not running:
+                    news.clear()
+                elif self._step_s:
+                    await asyncio.sleep(self._step_s)
+        finally:
+            reader.cancel()
+
+
+def _step(running: dict[str, int]) -> worker_pb2.StepFrame:
+    frame = worker_pb2.StepFrame(incarnation=_INCARNATION)
+    for request_id in list(running):
+        delta = frame.deltas.add(request_id=request_id, token_ids=[65])
+        running[request_id] -= 1
+        if not running[request_id]:
+            del running[request_id]
+            delta.finish_reason = "length"
+            delta.end.SetInParent()
+    return frame
