@@ -276,9 +276,9 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
         (ids(*[1] * 5000), "INVALID_ARGUMENT", ["5000"]),
         (inference_pb2.GenerateRequest(text="x" * 2000), "INVALID_ARGUMENT", ["text", "2000", "1000"]),
         (
-            inference_pb2.GenerateRequest(chat={"messages": [{"role": "tool", "content": "x"}]}),
+            inference_pb2.GenerateRequest(chat={"messages": [{"role": "robot", "content": "x"}]}),
             "INVALID_ARGUMENT",
-            ["chat.messages[0].role", "tool", "assistant"],
+            ["chat.messages[0].role", "robot", "assistant"],
         ),
         (inference_pb2.GenerateRequest(chat={}), "INVALID_ARGUMENT", ["chat.messages"]),
         (

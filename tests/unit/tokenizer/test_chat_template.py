@@ -4,7 +4,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace.errors import InvalidRequest, ModelError
-from headrace.tokenizer.chat_template import ChatMessage, ChatTemplate
+from headrace.tokenizer.chat_template import ChatMessage, ChatOptions, ChatTemplate
 
 CHAT = [("system", "Be <brief> & \"kind\" 'é'"), ("user", "1 < 2?\n"), ("assistant", " yes "), ("user", "🙂")]
 TEMPLATES = {
@@ -30,7 +30,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_templates_render_as_in_transformers(name, prompt):
     template = ChatTemplate(TEMPLATES[name], bos_token="<s>", eos_token="</s>")
-    ours = template.render([ChatMessage(*entry) for entry in CHAT], add_generation_prompt=prompt)
+    ours = template.render([ChatMessage(*entry) for entry in CHAT], ChatOptions(prompt))
     theirs, _ = render_jinja_template(
         conversations=[[{"role": role, "content": content} for role, content in CHAT]],
         chat_template=TEMPLATES[name],
@@ -44,7 +44,7 @@ def test_templates_render_as_in_transformers(name, prompt):
 
 def render(source: str, messages: list[ChatMessage] | None = None) -> str:
     messages = [ChatMessage("user", "x")] if messages is None else messages
-    return ChatTemplate(source, bos_token="", eos_token="").render(messages, add_generation_prompt=True)
+    return ChatTemplate(source, bos_token="", eos_token="").render(messages, ChatOptions())
 
 
 @pytest.mark.parametrize(
