@@ -110,6 +110,8 @@ def _base(body: GenerationBody) -> inference_pb2.GenerateRequest:
         value = (body.model_extra or {}).get(name)
         if is_given(value):
             raise InvalidRequest(name, value, "is not supported")
+    if (body.model_extra or {}).get("skip_special_tokens") is False:
+        raise InvalidRequest("skip_special_tokens", "false", "is not supported")
     best_of, n = (body.model_extra or {}).get("best_of"), 1 if body.n is None else body.n
     if best_of not in (None, n):
         raise InvalidRequest("best_of", best_of, f"must equal n, which is {n}")
