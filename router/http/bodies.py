@@ -79,7 +79,8 @@ class GenerationBody(_Body):
 
 class CompletionBody(GenerationBody):
     prompt: Annotated[
-        str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)], Field(union_mode="left_to_right")
+        str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)],
+        Field(union_mode="left_to_right"),
     ]
     logprobs: Int32 | None = None
     echo: bool | None = None

@@ -93,17 +93,12 @@ class ToolCallParser:
 
     def _call(self, calls: list[FoundCall]) -> str:
         """The next object, once it is whole. Returns text if it was no call."""
-        span = self._object.find(self._held)
-        if (
-            self._beginning == _HERMES
-            and span is None
-            and self._object.start < 0
-            and _HERMES_END in self._held
-        ):
-            at = self._held.index(_HERMES_END)
-            text = "" if self._found_any else _HERMES + self._held[: at + len(_HERMES_END)]
-            self._held, self._beginning = self._held[at + len(_HERMES_END) :], None
+        if self._beginning == _HERMES and (at := self._closing()) >= 0:
+            end = at + len(_HERMES_END)
+            text = "" if self._found_any else _HERMES + self._held[:end]
+            self._held, self._beginning = self._held[end:], None
             return text
+        span = self._object.find(self._held)
         if span is None:
             return ""
         start, end = span
@@ -116,6 +111,11 @@ class ToolCallParser:
         text = ("" if self._found_any else self._beginning or "") + self._held[:end]
         self._held, self._beginning = self._held[end:], None
         return text
+
+    def _closing(self) -> int:
+        """Where the end of a Hermes call stands before any object; -1: nowhere."""
+        brace = self._held.find("{")
+        return self._held.find(_HERMES_END, 0, len(self._held) if brace < 0 else brace)
 
     def _read(self, before: str, text: str) -> FoundCall | None:
         """A call, from the object's text and what stands before it."""
@@ -137,7 +137,7 @@ class _ObjectScan:
     """Where the first JSON object of a text that grows begins and ends. Each character is looked at once."""
 
     def __init__(self) -> None:
-        self.start = -1
+        self._start = -1
         self._at = 0
         self._depth = 0
         self._in_string = False
@@ -158,12 +158,12 @@ class _ObjectScan:
                 self._in_string = True
             elif character == "{":
                 if not self._depth:
-                    self.start = self._at - 1
+                    self._start = self._at - 1
                 self._depth += 1
             elif character == "}" and self._depth:
                 self._depth -= 1
                 if not self._depth:
-                    return self.start, self._at
+                    return self._start, self._at
         return None
 
 

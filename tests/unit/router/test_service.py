@@ -43,7 +43,7 @@ class Front:
 
 
 @asynccontextmanager
-async def front(files, *, with_worker=True, **router):
+async def front(files, *, with_worker=True, max_prompt_bytes=1000, **router):
     model = ServedModel("tiny", files, load_tokenizer(files), files.config.max_model_tokens)
     worker, worker_server = ManualWorker("i1"), RpcServer(RPC, [])
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker_server.grpc_server)
@@ -57,7 +57,7 @@ async def front(files, *, with_worker=True, **router):
     breakers = Breakers(HealthProbe(view, RPC))
     dispatcher = Dispatcher(view, sessions, breakers, load_policy("predicted_time"), model, settings)
     server = RpcServer(RPC, [])
-    door = FrontDoor(RequestParser(model, 1000, settings.classes), dispatcher, 30.0)
+    door = FrontDoor(RequestParser(model, max_prompt_bytes, settings.classes), dispatcher, 30.0)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
     address = await server.start()
     channel = open_channel(address, RPC)
