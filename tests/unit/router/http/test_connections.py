@@ -133,17 +133,21 @@ async def test_a_body_that_drips_is_answered_408(tiny_model_files):
 
 
 async def test_one_connection_too_many(tiny_model_files):
-    async with web(tiny_model_files, http={"max_connections": 2}) as w:
-        async with connection(w) as (_, one), connection(w) as (_, two):
-            await until(lambda: len(w.server._server.server_state.connections) == 2)
-            async with connection(w) as (reader, _):
-                answer = await read_all(reader)
-                assert answer.startswith(b"HTTP/1.1 503 ")
-                assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "UNAVAILABLE"
-            one.close()
-            await until(lambda: len(w.server._server.server_state.connections) < 2)
-            assert (await w.http.get("/health")).status_code == 200
-            two.close()
+    async with (
+        web(tiny_model_files, http={"max_connections": 2}) as w,
+        connection(w) as (_, one),
+        connection(w) as (_, two),
+    ):
+        connections = w.server._server.server_state.connections
+        await until(lambda: len(connections) == 2)
+        async with connection(w) as (reader, _):
+            answer = await read_all(reader)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "UNAVAILABLE"
+        one.close()
+        await until(lambda: len(connections) < 2)
+        assert (await w.http.get("/health")).status_code == 200
+        two.close()
 
 
 async def test_a_client_that_does_not_read_is_cut_off_and_its_work_stopped(tiny_model_files):
