@@ -49,6 +49,7 @@ _STATUS = {
     Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
 _PUBLIC_NAMES = {"text": "prompt", "token_ids": "prompt", "chat": "messages", "grammar": "response_format"}
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # Parts of pydantic's location that name a branch of a union, not a field.
 _BRANCH = re.compile(r"\W|^[A-Z]|^(str|int|float|bool|list|dict)$")
 
@@ -73,6 +74,13 @@ class Call:
         self._receive = receive
         self._send = send
         self._started = False
+        self._ended = False
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """The caller's W3C trace context, for the request's log lines; empty for none that is valid."""
+        found = self.headers.get("traceparent", "")
+        return {"traceparent": found} if _TRACEPARENT.fullmatch(found) else {}
 
     @property
     def timeout_s(self) -> float | None:
@@ -146,7 +154,7 @@ class Call:
         await self._start(
             status, {"content-length": str(len(body)), "content-type": media_type, **(headers or {})}
         )
-        await self._send({"type": "http.response.body", "body": body})
+        await self._end(body)
 
     async def event(self, content: object) -> None:
         if not self._started:
@@ -158,15 +166,16 @@ class Call:
             {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
         )
 
-    async def end(self, last: bytes = b"data: [DONE]\n\n") -> None:
-        await self._send({"type": "http.response.body", "body": last})
+    async def end(self) -> None:
+        await self._end(b"data: [DONE]\n\n")
 
     async def fail(self, error: HeadraceError) -> None:
         """Before the answer has begun with a status of its own, else as the stream's last event."""
         status, content = error_content(error)
         if self._started:
-            await self.event(content)
-            await self.end(b"")
+            if not self._ended:
+                await self.event(content)
+                await self._end(b"")
             return
         headers: dict[str, str] = {}
         if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
@@ -185,6 +194,10 @@ class Call:
         message: Message = {"type": "http.response.start", "status": status, "headers": encoded}
         await self._send(message)
 
+    async def _end(self, last: bytes) -> None:
+        self._ended = True
+        await self._send({"type": "http.response.body", "body": last})
+
     async def _left(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -202,7 +215,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send)
-        await answered(call, self._handle(call))
+        with structlog.contextvars.bound_contextvars(**call.trace):
+            await answered(call, self._handle(call))
 
     async def _handle(self, call: Call) -> None:
         await self._callers.caller(call.authorization)  # strangers get nothing read or parsed

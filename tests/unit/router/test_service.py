@@ -99,6 +99,11 @@ def ids(*values, **sampling) -> inference_pb2.GenerateRequest:
     return message
 
 
+def chat(**fields) -> inference_pb2.GenerateRequest:
+    message = inference_pb2.ChatMessage(role="user", content="x")
+    return inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=[message], **fields))
+
+
 async def answered(call, worker, token_ids, end=END):
     """Let the worker send these tokens one by one, then the end; returns what it was asked and all messages."""
     asked = (await worker.received.get()).start
@@ -281,6 +286,12 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
             ["chat.messages[0].role", "robot", "assistant"],
         ),
         (inference_pb2.GenerateRequest(chat={}), "INVALID_ARGUMENT", ["chat.messages"]),
+        (chat(tools_json="{"), "INVALID_ARGUMENT", ["chat.tools_json", "JSON"]),
+        (chat(tools_json="{}"), "INVALID_ARGUMENT", ["chat.tools_json", "list"]),
+        (chat(tools_json='["f"]'), "INVALID_ARGUMENT", ["tools", "takes none"]),
+        (chat(template_variables_json="[]"), "INVALID_ARGUMENT", ["chat.template_variables_json", "object"]),
+        (chat(tools_json="[" * 100_000), "INVALID_ARGUMENT", ["chat", "100014 bytes", "1000"]),
+        (ids(1, shown_token_ids=[260]), "INVALID_ARGUMENT", ["shown_token_ids", "260", "258"]),
         (
             inference_pb2.GenerateRequest(text="x", request_id="r" * 300),
             "INVALID_ARGUMENT",

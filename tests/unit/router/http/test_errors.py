@@ -5,6 +5,7 @@ import json
 
 import openai
 import pytest
+import structlog
 
 from headrace.errors import Code, PermissionDenied, Unauthenticated
 from router.callers import Caller
@@ -292,3 +293,15 @@ async def test_the_request_id_is_kept(tiny_model_files):
         assert len(made.headers["x-request-id"]) == 32
         call = w.http.post(COMPLETION, json={"prompt": "x"}, headers={"x-request-id": "m" * 300})
         assert (await call).json()["error"]["param"] == "request_id"
+
+
+async def test_the_trace_of_the_caller_is_in_the_log(tiny_model_files):
+    trace = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+    for header, found in ((trace, {trace}), ("00-nonsense\\n", {None})):
+        async with web(tiny_model_files) as w:
+            with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+                headers = {"traceparent": header}
+                call = w.http.post(COMPLETION, json={"prompt": "x"}, headers=headers)
+                await asyncio.gather(call, w.answer("a"))
+            ends = [entry for entry in logs if entry["event"] == "request ended"]
+            assert {entry.get("traceparent") for entry in ends} == found
