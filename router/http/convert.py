@@ -15,6 +15,7 @@ from router.http.bodies import (
     GenerationBody,
     Message,
     NamedTool,
+    StructuredOutputs,
     Tool,
     is_given,
 )
@@ -146,41 +147,37 @@ def _token_id(key: str) -> int:
 
 def _set_grammar(body: GenerationBody, sampling: inference_pb2.SamplingParams) -> None:
     """From whichever of the three places asks for one. Raises InvalidRequest for two."""
-    grammars: dict[str, inference_pb2.Grammar] = {}
-    outputs, answer_format = body.structured_outputs, body.response_format
-    for place, schema, regex, choice, lark in (
-        ("guided", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar),
-        *(
-            (("structured_outputs", outputs.json_, outputs.regex, outputs.choice, outputs.grammar),)
-            if outputs
-            else ()
-        ),
-    ):
-        if schema is not None:
-            grammars[f"{place} json"] = inference_pb2.Grammar(json_schema=_text(schema))
-        if regex is not None:
-            grammars[f"{place} regex"] = inference_pb2.Grammar(regex=regex)
-        if choice is not None:
-            grammars[f"{place} choice"] = inference_pb2.Grammar(choice=inference_pb2.Choices(texts=choice))
-        if lark is not None:
-            grammars[f"{place} grammar"] = inference_pb2.Grammar(lark=lark)
-    if outputs and outputs.json_object:
-        grammars["structured_outputs json_object"] = inference_pb2.Grammar(json_object=True)
-    if answer_format and answer_format.type == "json_object":
-        grammars["response_format"] = inference_pb2.Grammar(json_object=True)
-    if answer_format and answer_format.type == "json_schema":
-        schema = answer_format.json_schema.schema_ if answer_format.json_schema else None
+    outputs, answer = body.structured_outputs or StructuredOutputs(), body.response_format
+    asked: list[tuple[str, str, Any]] = [
+        ("guided_json", "json_schema", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "lark", body.guided_grammar),
+        ("structured_outputs.json", "json_schema", outputs.json_),
+        ("structured_outputs.regex", "regex", outputs.regex),
+        ("structured_outputs.choice", "choice", outputs.choice),
+        ("structured_outputs.grammar", "lark", outputs.grammar),
+        ("structured_outputs.json_object", "json_object", outputs.json_object or None),
+    ]
+    if answer and answer.type == "json_object":
+        asked.append(("response_format", "json_object", True))
+    if answer and answer.type == "json_schema":
+        schema = answer.json_schema.schema_ if answer.json_schema else None
         if schema is None:
             raise InvalidRequest("response_format.json_schema.schema", None, "a json_schema has a schema")
-        grammars["response_format"] = inference_pb2.Grammar(json_schema=_text(schema))
-    if len(grammars) > 1:
-        raise InvalidRequest("structured_outputs", list(grammars), "only one of these can be asked for")
-    for grammar in grammars.values():
-        sampling.grammar.CopyFrom(grammar)
-
-
-def _text(schema: Any) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema)
+        asked.append(("response_format", "json_schema", schema))
+    found = [(name, kind, value) for name, kind, value in asked if value is not None]
+    if len(found) > 1:
+        names = [name for name, _, _ in found]
+        raise InvalidRequest("structured_outputs", names, "only one of these can be asked for")
+    for _, kind, value in found:
+        if kind == "choice":
+            sampling.grammar.choice.SetInParent()  # an empty list is a choice, too, and refused
+            sampling.grammar.choice.texts.extend(value)
+        elif kind == "json_schema" and not isinstance(value, str):
+            sampling.grammar.json_schema = json.dumps(value)
+        else:
+            setattr(sampling.grammar, kind, value)
 
 
 def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:

@@ -28,6 +28,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # its warnings are about clients, and anybody can cause them
             access_log=False,
             server_header=False,
             proxy_headers=False,

@@ -68,7 +68,7 @@ def test_generate_chat_and_status_find_the_running_cluster(cluster):
 
     status = headrace("status", *cluster)
     assert status.returncode == 0, status.stderr
-    for word in ("prefill-0", "decode-0", "serving"):
+    for word in ("prefill-0", "decode-0", "serving", "/v1"):
         assert word in status.stdout
 
     again = headrace("up", "--port", "0", *cluster)

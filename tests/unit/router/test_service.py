@@ -290,7 +290,7 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
         (chat(tools_json="{}"), "INVALID_ARGUMENT", ["chat.tools_json", "list"]),
         (chat(tools_json='["f"]'), "INVALID_ARGUMENT", ["tools", "takes none"]),
         (chat(template_variables_json="[]"), "INVALID_ARGUMENT", ["chat.template_variables_json", "object"]),
-        (chat(tools_json="[" * 100_000), "INVALID_ARGUMENT", ["chat", "100014 bytes", "1000"]),
+        (chat(tools_json="[" * 100_000), "INVALID_ARGUMENT", ["chat", "100016 bytes", "1000"]),
         (ids(1, shown_token_ids=[260]), "INVALID_ARGUMENT", ["shown_token_ids", "260", "258"]),
         (
             inference_pb2.GenerateRequest(text="x", request_id="r" * 300),
