@@ -12,10 +12,9 @@ import math
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
-from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
@@ -31,12 +30,10 @@ from headrace.errors import (
     Unavailable,
 )
 from router.callers import Callers
+from router.http.json_body import Body, parsed
 
 log = structlog.get_logger()
 
-Body = TypeVar("Body", bound=BaseModel)
-
-_PARSE_INLINE_BYTES = 16 << 10  # larger bodies are parsed off the event loop
 _STATUS = {
     Code.INVALID_ARGUMENT: (400, "invalid_request_error"),
     Code.UNAUTHENTICATED: (401, "authentication_error"),
@@ -50,8 +47,6 @@ _STATUS = {
 }
 _PUBLIC_NAMES = {"text": "prompt", "token_ids": "prompt", "chat": "messages", "grammar": "response_format"}
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-# Parts of pydantic's location that name a branch of a union, not a field.
-_BRANCH = re.compile(r"\W|^[A-Z]|^(str|int|float|bool|list|dict)$")
 
 
 class BodyTooLarge(InvalidRequest):
@@ -121,9 +116,7 @@ class Call:
 
     async def parsed(self, model: type[Body]) -> Body:
         """The body as `model`. Raises InvalidRequest naming the field."""
-        if len(self.body) <= _PARSE_INLINE_BYTES:
-            return _validated(model, self.body)
-        return await asyncio.to_thread(_validated, model, self.body)
+        return await parsed(model, self.body)
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it while the client is there. The body has been read. Raises RequestCancelled when it left."""
@@ -252,27 +245,3 @@ def error_content(error: HeadraceError) -> tuple[int, dict[str, Any]]:
 def _public_name(field: str) -> str:
     """HTTP's name of a field of GenerateRequest."""
     return _PUBLIC_NAMES.get(field, field.removeprefix("chat.").removesuffix("_json"))
-
-
-def _validated(model: type[Body], body: bytes) -> Body:
-    try:
-        found = model.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        if first["type"] == "json_invalid":
-            raise InvalidRequest("body", f"{len(body)} bytes", first["msg"]) from None
-        raise InvalidRequest(_location(first["loc"]), first["input"], first["msg"]) from None
-    if found.model_extra:
-        log.debug("fields ignored", fields=sorted(found.model_extra))
-    return found
-
-
-def _location(parts: tuple[int | str, ...]) -> str:
-    """`messages[0].content`"""
-    text = ""
-    for part in parts:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif not _BRANCH.search(part):
-            text += f".{part}" if text else part
-    return text or "body"

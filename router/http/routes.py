@@ -64,25 +64,20 @@ class Pages:
             )
             with_texts = text.return_token_strs
         token_ids = await self._door.parser.tokenize(message)
-        tokenizer = self._model.tokenizer
-        await call.json(
-            {
-                "count": len(token_ids),
-                "max_model_len": self._model.max_model_tokens,
-                "tokens": token_ids,
-                "token_strs": [token_text(tokenizer, token_id) for token_id in token_ids]
-                if with_texts
-                else None,
-            }
-        )
+        content: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": self._model.max_model_tokens,
+            "tokens": token_ids,
+        }
+        if with_texts:
+            content["token_strs"] = await asyncio.to_thread(self._texts, token_ids)
+        await call.json(content)
 
     async def detokenize(self, call: Call) -> None:
         body = await call.parsed(DetokenizeBody)
         self._door.parser.check_model(body.model or "")
-        tokenizer = self._model.tokenizer
-        check_token_ids("tokens", body.tokens, tokenizer.vocab_size)
-        text = b"".join(map(tokenizer.shown_bytes, body.tokens)).decode(errors="replace")
-        await call.json({"prompt": text})
+        check_token_ids("tokens", body.tokens, self._model.tokenizer.vocab_size)
+        await call.json({"prompt": await asyncio.to_thread(self._text, body.tokens)})
 
     async def version(self, call: Call) -> None:
         await call.json({"version": version("headrace")})
@@ -99,6 +94,12 @@ class Pages:
     async def metrics(self, call: Call) -> None:
         text = await asyncio.to_thread(generate_latest, self._registry)
         await call.text(text, CONTENT_TYPE_LATEST)
+
+    def _texts(self, token_ids: list[int]) -> list[str]:
+        return [token_text(self._model.tokenizer, token_id) for token_id in token_ids]
+
+    def _text(self, token_ids: list[int]) -> str:
+        return b"".join(map(self._model.tokenizer.shown_bytes, token_ids)).decode(errors="replace")
 
     def _card(self) -> dict[str, Any]:
         return {

@@ -21,6 +21,7 @@ from typing import Any
 _HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
 MARKERS = (_HERMES, "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]")  # control tokens in some models
 _BEGINNINGS = MARKERS[:3]
+_BARE = ('{"', '[{"')  # without white space
 _NAMED = re.compile(r"^\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*$")
 _GLUE = re.compile(r"(?:[\s\[\],;]|\[TOOL_CALLS\]|<\|python_tag\|>|</?tool_call>)*")
 _ID_BYTES = 5  # nine characters of it: Mistral's templates take no other length
@@ -72,12 +73,13 @@ class ToolCallParser:
     def _text(self) -> str:
         """Text up to where calls begin, or could."""
         if self._may_be_bare:
-            stripped = self._held.lstrip()
-            if stripped not in _BEGINNINGS and any(marker.startswith(stripped) for marker in _BEGINNINGS):
+            start = "".join(self._held.split())
+            if start.startswith(_BARE):
+                self._may_be_bare = False
+                return self._begin("", 0, 0)
+            if start not in _BEGINNINGS and any(each.startswith(start) for each in (*_BEGINNINGS, *_BARE)):
                 return ""  # not decided yet
             self._may_be_bare = False
-            if stripped[0] in "{[" and not stripped.startswith(_BEGINNINGS):
-                return self._begin("", 0, 0)
         found = [(at, marker) for marker in _BEGINNINGS if (at := self._held.find(marker)) >= 0]
         if found:
             at, marker = min(found)

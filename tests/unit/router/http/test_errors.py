@@ -245,6 +245,33 @@ async def test_the_deadline_of_a_header(tiny_model_files):
             assert response.json()["error"]["param"] == "x-request-timeout-s"
 
 
+MANY = 1 << 21
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"prompt": [' + "1," * MANY + "1]}", "values"),
+        ('{"prompt": [' + "[]," * MANY + "[]]}", "lists and objects"),
+        ('{"prompt": "x", "else": [' + '"",' * MANY + '""]}', "strings"),
+        ('{"prompt": "x", "else": [' + '"\\\\\\"",' * MANY + '""]}', "strings"),
+        ('{"prompt": "x", "else": {' + ",".join(f'"{key}":1' for key in range(MANY)) + "}}", "strings"),
+    ],
+)
+async def test_a_body_of_too_many_parts_is_not_parsed(tiny_model_files, body, words):
+    """Parsing would keep everybody else waiting."""
+    async with web(tiny_model_files) as w:
+        await refused(w, COMPLETION, body, "body", words)
+
+
+async def test_a_text_is_not_taken_for_parts(tiny_model_files):
+    """However it is escaped."""
+    async with web(tiny_model_files, max_prompt_bytes=1 << 24) as w:
+        text = '{"a": ["b\\\\", 1, 2, {}], "\\"": "\\n"},' * 100_000
+        response = await w.post(COMPLETION, prompt=text)
+        assert "the model takes 4096 tokens" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [(Code.INTERNAL, 500), (Code.INVALID_ARGUMENT, 400), (Code.RESOURCE_EXHAUSTED, 429)],

@@ -84,6 +84,8 @@ def test_text_before_a_call_is_not_held_back():
     assert parser.push("Let me see")[0] == "Let me see"
     assert parser.push(" <tool")[0] == " "
     assert parser.push("s>")[0] == "<tools>"
+    for text in ("[1] says {x}", "{x", "[{x"):
+        assert ToolCallParser(["f"]).push(text)[0] == text
 
 
 def test_ids_are_as_mistrals_templates_want_them():
