@@ -245,7 +245,7 @@ class HttpSettings(_Section):
     """The router's OpenAI-compatible HTTP API."""
 
     enabled: bool = True
-    host: str = "127.0.0.1"
+    host: str = Field(default="", description="empty: that of gRPC, rpc.host")
     port: int = Field(default=0, ge=0, le=65535, description="0: any free port")
     max_body_bytes: Positive = Field(default=32 << 20, description="of one request; more is refused unread")
     max_connections: Positive = Field(default=2048, description="open at once; more are refused")

@@ -120,13 +120,15 @@ class Router:
         await asyncio.to_thread(self._stop_metrics)
 
     async def _start_http(self, door: FrontDoor, model: ServedModel) -> None:
-        settings = self._settings.http
+        settings, rpc = self._settings.http, self._settings.rpc
         if not settings.enabled:
             return
         pages = Pages(door, model, self.metrics.registry, lambda: self.ready)
         app = application(pages, Generator(door, model, settings.max_prompts), door, settings)
-        self._http = HttpServer(app, settings, self._settings.rpc.drain_timeout_s)
-        self.http_address = await self._http.start(self._settings.rpc.advertise_host)
+        self._http = HttpServer(app, settings, rpc.drain_timeout_s)
+        self.http_address = await self._http.start(
+            settings.host or rpc.host, settings.port, rpc.advertise_host
+        )
 
     def _on_lost(self, worker_id: str, incarnation: str) -> None:
         self.view.mark_gone(worker_id, incarnation)

@@ -21,7 +21,6 @@ class HttpServer:
     """`start`, then `stop`."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings, drain_timeout_s: float) -> None:
-        self._settings = settings
         config = uvicorn.Config(
             app,
             http=connection_class(settings),
@@ -36,19 +35,17 @@ class HttpServer:
         config.timeout_graceful_shutdown = drain_timeout_s  # type: ignore[assignment] - seconds, not only whole ones
         self._server = _Server(config)
 
-    async def start(self, advertise_host: str = "") -> str:
+    async def start(self, host: str, port: int, advertise_host: str = "") -> str:
         """Bind and serve. Returns the URL. Raises Unavailable when the port is taken."""
-        settings = self._settings
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+            listener = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
-            wanted = f"{settings.host}:{settings.port}"
-            raise Unavailable(f"can not serve HTTP on {wanted}: {error}; is the port taken?") from None
+            raise Unavailable(f"can not serve HTTP on {host}:{port}: {error}; is the port taken?") from None
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="HTTP server")
         async with asyncio.timeout(_START_TIMEOUT_S):
             await self._server.listening.wait()
-        host = advertise_host or settings.host
+        host = advertise_host or host
         return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:

@@ -99,7 +99,7 @@ async def web(files, *, http=None, callers=None, ready=True, **options) -> Async
         pages = Pages(door, behind.model, CollectorRegistry(), lambda: ready)
         app = application(pages, Generator(door, behind.model, settings.max_prompts), door, settings)
         server = HttpServer(app, settings, drain_timeout_s=5.0)
-        found = Web(behind, await server.start(), server)
+        found = Web(behind, await server.start("127.0.0.1", 0), server)
         try:
             yield found
         finally:

@@ -7,6 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from headrace.config import HttpSettings
+from headrace.errors import Unavailable
+from router.http.server import HttpServer
 from tests.support.web import END, web
 from tests.unit.router.test_service import until
 
@@ -56,6 +59,7 @@ async def test_ab06_a_client_that_leaves_stops_the_work(tiny_model_files, stream
             abort = (await w.worker.received.get()).abort
         assert abort.request_id == asked.request_id
         await until(lambda: w.front.door.tally.requests["cancelled"] == 1)
+        assert w.front.door.tally.output_tokens["cancelled"] == (1 if with_token else 0)
         assert w.front.dispatcher.admission.num_running == 0
         assert w.front.dispatcher.ledger.active_tokens == {}
 
@@ -199,6 +203,40 @@ async def test_the_drain_lets_running_answers_end_and_takes_no_new_ones(tiny_mod
         assert (await call).text.endswith("data: [DONE]\n\n")
         async with asyncio.timeout(10):
             await stopping
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_prompt_of_a_list_that_fails_ends_the_others(tiny_model_files, stream):
+    async with web(tiny_model_files) as w:
+        call = asyncio.create_task(w.post("/v1/completions", prompt=["x", "y"], stream=stream))
+        one, other = await w.asked(), await w.asked()
+        end = type(END)(error_code="INTERNAL", error_message="it broke")
+        w.worker.send(one.request_id, end=end)
+        response = await call
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "it broke"
+        async with asyncio.timeout(10):
+            while (message := await w.worker.received.get()).abort.request_id != other.request_id:
+                pass
+        assert message.HasField("abort")
+
+
+async def test_a_client_that_leaves_a_list_stops_all_of_it(tiny_model_files):
+    async with web(tiny_model_files) as w:
+        body = json.dumps({"prompt": ["x", "y", "z"]}).encode()
+        async with connection(w) as (_, writer):
+            writer.write(head(len(body)) + body)
+            asked = {(await w.asked()).request_id for _ in range(3)}
+        async with asyncio.timeout(10):
+            assert {(await w.worker.received.get()).abort.request_id for _ in range(3)} == asked
+
+
+async def test_a_port_that_is_taken(tiny_model_files):
+    async with web(tiny_model_files) as w:
+        port = int(w.url.rpartition(":")[2])
+        other = HttpServer(lambda *_: None, HttpSettings(), 1.0)
+        with pytest.raises(Unavailable, match=f"127.0.0.1:{port}"):
+            await other.start("127.0.0.1", port)
 
 
 async def test_what_the_drain_cuts_off_is_cancelled_at_its_worker(tiny_model_files):
