@@ -22,7 +22,7 @@ _HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
 MARKERS = (_HERMES, "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]")  # control tokens in some models
 _BEGINNINGS = MARKERS[:3]
 _BARE = ('{"', '[{"')  # without white space
-_NAMED = re.compile(r"^\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*$")
+_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?")
 _GLUE = re.compile(r"(?:[\s\[\],;]|\[TOOL_CALLS\]|<\|python_tag\|>|</?tool_call>)*")
 _ID_BYTES = 5  # nine characters of it: Mistral's templates take no other length
 
@@ -125,7 +125,7 @@ class ToolCallParser:
             value: dict[str, Any] = json.loads(text, strict=False)
         except (ValueError, RecursionError):
             return None
-        named = _NAMED.match(before.removeprefix("[TOOL_CALLS]"))
+        named = _NAMED.fullmatch(before.removeprefix("[TOOL_CALLS]").strip())
         if self._beginning == "[TOOL_CALLS]" and named:
             return FoundCall(named[1], text)
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))

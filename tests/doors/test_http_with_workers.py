@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from typing import Annotated, Literal
 
 import grpc
 import httpx2
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from headrace.directory.records import Role
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
@@ -153,6 +155,25 @@ async def test_structured_answers_and_their_refusal(doors):
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"foo": "bar"}}}}
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model="", messages=CHAT, response_format=bad)
+
+
+class City(BaseModel):
+    city: Annotated[str, Field(max_length=8)]
+    n: Literal[1, 2]
+
+
+async def test_the_helpers_of_openais_client(doors):
+    """`parse` and `stream` look closely at what they get."""
+    _, client, _ = doors
+    fields = {"model": "", "messages": CHAT, "response_format": City, "seed": 1, "max_tokens": 200}
+    parsed = (await client.chat.completions.parse(**fields)).choices[0].message.parsed
+    assert isinstance(parsed, City)
+    async with client.chat.completions.stream(**fields, stream_options={"include_usage": True}) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= set(kinds)
+    assert final.choices[0].message.parsed == parsed
+    assert final.usage.completion_tokens > 0
 
 
 async def test_what_generates_nothing(doors):
