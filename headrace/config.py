@@ -241,6 +241,23 @@ class RouterSettings(_Section):
     )
 
 
+class HttpSettings(_Section):
+    """The router's OpenAI-compatible HTTP API."""
+
+    enabled: bool = True
+    host: str = Field(default="", description="empty: that of gRPC, rpc.host")
+    port: int = Field(default=0, ge=0, le=65535, description="0: any free port")
+    max_body_bytes: Positive = Field(default=32 << 20, description="of one request; more is refused unread")
+    max_connections: Positive = Field(default=2048, description="open at once; more are refused")
+    max_prompts: Positive = Field(default=128, description="in one request's list of prompts")
+    read_timeout_s: Seconds = Field(
+        default=30.0, description="time for a request's head, and for its body, to arrive"
+    )
+    write_timeout_s: Seconds = Field(
+        default=30.0, description="a client that takes nothing of its answer this long is cut off"
+    )
+
+
 class Settings(_Section):
     """All sections. Each process reads the ones it needs."""
 
@@ -250,6 +267,7 @@ class Settings(_Section):
     directory: DirectorySettings = DirectorySettings()
     rpc: RpcSettings = RpcSettings()
     router: RouterSettings = RouterSettings()
+    http: HttpSettings = HttpSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

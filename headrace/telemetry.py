@@ -20,6 +20,7 @@ def configure_logging(level: str, process: str, file: Path | None = None) -> Non
     structlog.configure(
         processors=[
             lambda _logger, _method, event: {**event, "process": process},
+            structlog.contextvars.merge_contextvars,  # of the request that is being served
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,

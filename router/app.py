@@ -20,6 +20,9 @@ from headrace.tokenizer import load_tokenizer
 from router.breakers import Breakers, HealthProbe
 from router.dispatch import Dispatcher
 from router.front_door import FrontDoor
+from router.http.generate import Generator
+from router.http.routes import Pages, application
+from router.http.server import HttpServer
 from router.metrics import RouterMetrics
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
@@ -56,6 +59,9 @@ class Router:
         self.metrics = RouterMetrics()
         self.address = ""
         self.metrics_address = ""
+        self.http_address = ""  # a URL; "": HTTP is off
+        self.ready = False  # some decode worker of the model is alive
+        self._http: HttpServer | None = None
 
     async def start(self) -> str:
         """Serve. Returns the public address."""
@@ -88,13 +94,23 @@ class Router:
         )
         self.metrics_address = f"{settings.rpc.advertise_host or settings.rpc.host}:{port}"
         self.address = await self._server.start()
+        await self._start_http(door, model)
         self._readiness = _supervised(self._report_readiness(model), "readiness")
-        log.info("router serves", address=self.address, metrics=self.metrics_address, model=model.name)
+        log.info(
+            "router serves",
+            address=self.address,
+            http=self.http_address,
+            metrics=self.metrics_address,
+            model=model.name,
+        )
         return self.address
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones end within the drain time, leave nothing behind."""
-        await self._server.stop(self._settings.rpc.drain_timeout_s)
+        await asyncio.gather(
+            self._server.stop(self._settings.rpc.drain_timeout_s),
+            *([self._http.stop()] if self._http else []),
+        )
         for task in (self._readiness, self._watching):
             task.cancel()
         await asyncio.gather(self._readiness, self._watching, return_exceptions=True)
@@ -103,13 +119,23 @@ class Router:
         await self._directory.close()
         await asyncio.to_thread(self._stop_metrics)
 
+    async def _start_http(self, door: FrontDoor, model: ServedModel) -> None:
+        settings, rpc = self._settings.http, self._settings.rpc
+        if not settings.enabled:
+            return
+        pages = Pages(door, model, self.metrics.registry, lambda: self.ready)
+        app = application(pages, Generator(door, model, settings.max_prompts), door, settings)
+        self._http = HttpServer(app, settings, rpc.drain_timeout_s)
+        self.http_address = await self._http.start(
+            settings.host or rpc.host, settings.port, rpc.advertise_host
+        )
+
     def _on_lost(self, worker_id: str, incarnation: str) -> None:
         self.view.mark_gone(worker_id, incarnation)
         self._breakers.failed(incarnation)
 
     async def _report_readiness(self, model: ServedModel) -> None:
         """SERVING while some decode worker of the model is alive."""
-        ready = False
         while True:
             now_ready = any(
                 record.model_fingerprint == model.files.fingerprint
@@ -117,10 +143,10 @@ class Router:
                 and not record.draining
                 for record in self.view.workers.values()
             )
-            if now_ready != ready:
-                ready = now_ready
-                await self._server.set_ready(ready=ready)
-                log.info("router readiness", ready=ready)
+            if now_ready != self.ready:
+                self.ready = now_ready
+                await self._server.set_ready(ready=now_ready)
+                log.info("router readiness", ready=now_ready)
             await asyncio.sleep(_READINESS_INTERVAL_S)
 
 

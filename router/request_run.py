@@ -129,7 +129,9 @@ class RequestRun:
         self.phase = Phase.PLACING
         self.deadline = Deadline.after(request.timeout_s, SystemClock())
         self.choices = [
-            ChoiceSoFar(IncrementalDetokenizer(tokenizer, request.sampling.stop_strings))
+            ChoiceSoFar(
+                IncrementalDetokenizer(tokenizer, request.sampling.stop_strings, request.shown_token_ids)
+            )
             for _ in range(request.sampling.n)
         ]
         self.progress = progress

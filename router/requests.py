@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.config import ServiceClassSettings
 from headrace.errors import InvalidRequest, NotFound
@@ -14,10 +15,11 @@ from headrace.model_config import ModelFiles
 from headrace.priority import MAX_PRIORITY, MIN_PRIORITY
 from headrace.rpc.convert import LISTS, NUMBERS, grammar_from_proto
 from headrace.rpc.v1 import inference_pb2
-from headrace.sampling_params import SamplingParams, check_token_ids, validate
-from headrace.tokenizer import ChatMessage, Tokenizer
+from headrace.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams, check_token_ids, validate
+from headrace.tokenizer import ChatMessage, ChatOptions, Tokenizer, ToolCall
 
-_ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "user", "assistant", "tool")
+_Json = TypeVar("_Json", list[Any], dict[str, Any])
 _MAX_LABEL_BYTES = 256
 _TOKENIZE_INLINE_BYTES = 16 << 10  # larger texts are tokenized off the event loop
 
@@ -48,6 +50,7 @@ class GenerationRequest:
     priority: int = 0  # MIN_PRIORITY..MAX_PRIORITY; lower is more urgent
     ttft_target_s: float | None = None  # of its service class; None: it has none
     itl_target_s: float | None = None
+    shown_token_ids: frozenset[int] = frozenset()  # control tokens whose name is part of the text
 
 
 class RequestParser:
@@ -80,20 +83,21 @@ class RequestParser:
             token_ids=token_ids,
             sampling=self._sampling(message.sampling, len(token_ids)),
             open_ended=not message.sampling.HasField("max_tokens"),
-            cache_salt=tenant,
+            cache_salt=_salt(tenant, message.cache_salt),
             timeout_s=timeout_s,
             tenant=tenant,
             explain=message.explain,
             priority=priority,
             ttft_target_s=service_class and service_class.ttft_target_s,
             itl_target_s=service_class and service_class.itl_target_s,
+            shown_token_ids=self._shown(message.sampling),
         )
 
     async def tokenize(self, message: inference_pb2.TokenizeRequest) -> list[int]:
         self.check_model(message.model)
         match message.WhichOneof("input"):
             case "text":
-                return await self._encode_text(message.text)
+                return await self._encode_text(message.text, add_special=_adds_special(message))
             case "chat":
                 return await self._encode_chat(message.chat)
             case _:
@@ -114,7 +118,7 @@ class RequestParser:
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> list[int]:
         match message.WhichOneof("input"):
             case "text":
-                token_ids = await self._encode_text(message.text)
+                token_ids = await self._encode_text(message.text, add_special=_adds_special(message))
             case "chat":
                 token_ids = await self._encode_chat(message.chat)
             case "token_ids":
@@ -126,26 +130,33 @@ class RequestParser:
             raise InvalidRequest("prompt", 0, "the prompt has no tokens, and needs at least 1")
         return token_ids
 
-    async def _encode_text(self, text: str) -> list[int]:
+    async def _encode_text(self, text: str, *, add_special: bool) -> list[int]:
         size = self._check_size("text", text)
         encode = self._model.tokenizer.encode
         if size <= _TOKENIZE_INLINE_BYTES:
-            return encode(text, add_special=True)
-        return await asyncio.to_thread(lambda: encode(text, add_special=True))
+            return encode(text, add_special=add_special)
+        return await asyncio.to_thread(lambda: encode(text, add_special=add_special))
 
     async def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
         if not chat.messages:
             raise InvalidRequest("chat.messages", 0, "at least one message")
-        for position, entry in enumerate(chat.messages):
-            if entry.role not in _ROLES:
-                raise InvalidRequest(
-                    f"chat.messages[{position}].role", entry.role, f"one of {', '.join(_ROLES)}"
-                )
-        messages = [ChatMessage(role=entry.role, content=entry.content) for entry in chat.messages]
-        size = sum(self._check_size("chat", entry.content) for entry in messages)
-        if size <= _TOKENIZE_INLINE_BYTES:
-            return self._model.tokenizer.encode_chat(messages)
-        return await asyncio.to_thread(self._model.tokenizer.encode_chat, messages)
+        if chat.ByteSize() > self._max_prompt_bytes:
+            raise InvalidRequest(
+                "chat", f"{chat.ByteSize()} bytes", f"at most {self._max_prompt_bytes} bytes"
+            )
+        messages = [_chat_message(position, entry) for position, entry in enumerate(chat.messages)]
+        options = _chat_options(chat)
+        encode = self._model.tokenizer.encode_chat
+        if chat.ByteSize() <= _TOKENIZE_INLINE_BYTES:
+            return encode(messages, options)
+        return await asyncio.to_thread(encode, messages, options)
+
+    def _shown(self, message: inference_pb2.SamplingParams) -> frozenset[int]:
+        token_ids = message.shown_token_ids
+        if len(token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest("shown_token_ids", len(token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
+        check_token_ids("shown_token_ids", token_ids, self._model.tokenizer.vocab_size)
+        return frozenset(token_ids)
 
     def _check_size(self, field: str, text: str) -> int:
         size = len(text.encode())
@@ -173,6 +184,51 @@ class RequestParser:
             max_model_tokens=limit,
             vocab_size=self._model.tokenizer.vocab_size,
         )
+
+
+def _salt(tenant: str, salt: str) -> str:
+    """A caller's own salt divides its tenant's blocks further. It never names another tenant's."""
+    return json.dumps([tenant, salt]) if salt else tenant
+
+
+def _adds_special(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> bool:
+    return message.add_special_tokens if message.HasField("add_special_tokens") else True
+
+
+def _chat_message(position: int, entry: inference_pb2.ChatMessage) -> ChatMessage:
+    where = f"chat.messages[{position}]"
+    if entry.role not in _ROLES:
+        raise InvalidRequest(f"{where}.role", entry.role, f"one of {', '.join(_ROLES)}")
+    calls = tuple(
+        ToolCall(call.id, call.name, _parsed(f"{where}.tool_calls", call.arguments_json, dict))
+        for call in entry.tool_calls
+    )
+    return ChatMessage(entry.role, entry.content, calls, entry.tool_call_id, entry.name)
+
+
+def _chat_options(chat: inference_pb2.Chat) -> ChatOptions:
+    continues = chat.continue_final_message
+    return ChatOptions(
+        add_generation_prompt=chat.add_generation_prompt
+        if chat.HasField("add_generation_prompt")
+        else not continues,
+        continue_final_message=continues,
+        tools=_parsed("chat.tools_json", chat.tools_json, list),
+        variables=_parsed("chat.template_variables_json", chat.template_variables_json, dict),
+    )
+
+
+def _parsed(field: str, text: str, kind: type[_Json]) -> _Json:
+    """JSON of that type; an empty one for an empty text. Raises InvalidRequest."""
+    if not text:
+        return kind()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(field, text, f"must be JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise InvalidRequest(field, text, f"must be a JSON {'list' if kind is list else 'object'}")
+    return value
 
 
 def _priority(message: inference_pb2.GenerateRequest, service_class: ServiceClassSettings | None) -> int:

@@ -20,6 +20,7 @@ from rich.table import Table
 from headrace.cli.bench import bench
 from headrace.cli.client import Answer, Client
 from headrace.cli.options import (
+    DEFAULT_HTTP_PORT,
     DEFAULT_PORT,
     AddressOption,
     ConfigOption,
@@ -93,8 +94,11 @@ def up(
     decode: DecodeCount = 1,
     model: ModelOption = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of the public API. 0: any free one.")
+        int, typer.Option(min=0, max=65535, help="Of the gRPC API. 0: any free one.")
     ] = DEFAULT_PORT,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the HTTP API. 0: any free one.")
+    ] = DEFAULT_HTTP_PORT,
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
@@ -116,11 +120,18 @@ def up(
     with ExitStack() as stack:
         with cluster_progress() as on_stage:
             cluster = LocalCluster(
-                settings, num_prefill=prefill, num_decode=decode, port=port, on_stage=on_stage
+                settings,
+                num_prefill=prefill,
+                num_decode=decode,
+                port=port,
+                http_port=http_port,
+                on_stage=on_stage,
             )
             stack.enter_context(cluster)
         stack.callback(console.print, "[dim]draining and stopping[/]")
-        running = RunningCluster(cluster.router_address, cluster.directory_url, os.getpid())
+        running = RunningCluster(
+            cluster.router_address, cluster.directory_url, os.getpid(), cluster.http_address
+        )
         stack.callback(announce(running, cache_dir, cluster_name).unlink, missing_ok=True)
         _describe(running, cluster.folder / "logs")
         _wait_for_signal()
@@ -207,6 +218,7 @@ def status(config: ConfigOption = None, assignments: SetOption = None) -> None:
     if running is not None:
         directory = settings.directory.model_copy(update={"url": running.directory_url})
         settings = settings.model_copy(update={"directory": directory})
+        output.print(_router_line(running), highlight=False)
     output.print(status_report(settings))
 
 
@@ -222,8 +234,10 @@ IdOption = Annotated[
 def router(model: ModelOption = None, config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Run one router in the foreground, without Ray."""
     settings = settings_from(config, assignments, model)
-    if settings.rpc.port == 0:
-        settings = settings.model_copy(update={"rpc": settings.rpc.model_copy(update={"port": DEFAULT_PORT})})
+    for section, port in (("rpc", DEFAULT_PORT), ("http", DEFAULT_HTTP_PORT)):
+        chosen = getattr(settings, section)
+        if chosen.port == 0:
+            settings = settings.model_copy(update={section: chosen.model_copy(update={"port": port})})
     _run("router", "router", settings)
 
 
@@ -319,9 +333,14 @@ def _read_line() -> str:
 
 
 def _describe(running: RunningCluster, logs: Path) -> None:
-    console.print(f"\nrouter     [bold]{running.router}[/]   (gRPC, headrace.v1.Inference)", highlight=False)
+    console.print(f"\n{_router_line(running)}", highlight=False)
     console.print(f"directory  {running.directory_url}\nlogs       {logs}", highlight=False)
     console.print("[dim]In another terminal: headrace chat. Ctrl-C stops it.[/]")
+
+
+def _router_line(running: RunningCluster) -> str:
+    http = f"   [bold]{running.http}/v1[/]   (OpenAI-compatible HTTP)" if running.http else ""
+    return f"router     [bold]{running.router}[/]   (gRPC, headrace.v1.Inference){http}"
 
 
 def _stop_on_sigterm() -> None:

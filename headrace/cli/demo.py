@@ -9,7 +9,7 @@ from statistics import quantiles
 from rich.table import Table
 
 from headrace.cli.client import Answer, Client
-from headrace.cli.options import DEFAULT_PORT
+from headrace.cli.options import DEFAULT_HTTP_PORT, DEFAULT_PORT
 from headrace.cli.progress import cluster_progress, console, obtain_model
 from headrace.cluster.local_cluster import LocalCluster
 from headrace.config import Settings
@@ -38,9 +38,12 @@ def run_demo(settings: Settings, num_prefill: int, num_decode: int) -> None:
             )
             stack.enter_context(cluster)
         stack.callback(console.print, "[dim]stopping[/]")
+        if cluster.http_address:
+            console.print(f"[dim]HTTP, while this lasts: {cluster.http_address}/v1[/]", highlight=False)
         _converse(cluster.router_address)
     console.print(
-        f"[dim]Keep a cluster running: headrace up (port {DEFAULT_PORT}). Talk to it: headrace chat[/]"
+        f"[dim]Keep a cluster running: headrace up (gRPC port {DEFAULT_PORT}, HTTP port {DEFAULT_HTTP_PORT})."
+        " Talk to it: headrace chat[/]"
     )
 
 

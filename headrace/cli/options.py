@@ -12,6 +12,7 @@ from headrace.cluster.running import find_running
 from headrace.config import Settings
 
 DEFAULT_PORT = 8470
+DEFAULT_HTTP_PORT = 8000
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="YAML file with settings in sections.", show_default=False)

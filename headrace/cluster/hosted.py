@@ -18,6 +18,8 @@ Report = Callable[[str], None]
 class Runnable(Protocol):
     """A worker or a router."""
 
+    http_address: str  # a URL, once it serves; "": it serves no HTTP
+
     async def start(self) -> str:
         """Serve. Returns the address."""
         ...
@@ -31,6 +33,7 @@ class HostedProcess:
     def __init__(self, make: Callable[[Report], Runnable]) -> None:
         """`make(report)` builds the process on its own thread; `report` is told each stage of the start."""
         self.stage = "starting"
+        self.http_address = ""  # known with the address
         self._make = make
         self._address: Future[str] = Future()
         self._stop = threading.Event()
@@ -64,7 +67,9 @@ class HostedProcess:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
         self._wake = lambda: loop.call_soon_threadsafe(stopping.set)
         process = self._make(self._on_stage)
-        self._address.set_result(await process.start())
+        address = await process.start()
+        self.http_address = process.http_address
+        self._address.set_result(address)
         self.stage = "serving"
         if not self._stop.is_set():
             await stopping.wait()

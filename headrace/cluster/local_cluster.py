@@ -43,19 +43,23 @@ class LocalCluster:
         num_prefill: int,
         num_decode: int,
         port: int = 0,
+        http_port: int = 0,
         on_stage: OnStage = lambda name, stage: None,
     ) -> None:
-        """`port`: of the public API, 0 for any free one. `on_stage(name, stage)` is told the progress of the start."""
+        """`port`, `http_port`: of the public APIs, 0 for any free one. `on_stage(name, stage)` is told the progress of
+        the start.
+        """
         self._settings = settings
         prefill: list[Kind] = ["prefill"] * num_prefill
         decode: list[Kind] = ["decode"] * num_decode
         self._kinds = prefill + decode
-        self._port = port
+        self._ports = port, http_port
         self._on_stage = on_stage
         self._cleanup = ExitStack()
         self.placed: dict[str, PlacedProcess] = {}
         self.worker_addresses: dict[str, str] = {}
         self.router_address = ""
+        self.http_address = ""  # a URL
         self.directory_url = ""
         self.folder = Path()
 
@@ -92,6 +96,7 @@ class LocalCluster:
         reaper.watch_children()
         self.worker_addresses = dict(zip(self.placed, addresses, strict=True))
         self.router_address = self.worker_addresses.pop("router")
+        self.http_address = placement.http_address(self.placed["router"])
 
     def _start_ray(self, reaper: Reaper) -> None:
         self._on_stage("ray", "starting")
@@ -107,10 +112,12 @@ class LocalCluster:
         logs.mkdir()
         directory = self._settings.directory.model_copy(update={"url": self.directory_url})
         settings = self._settings.model_copy(update={"directory": directory})
-        rpc = settings.rpc.model_copy(update={"port": self._port})
-        specs = [
-            ProcessSpec("router", "router", settings.model_copy(update={"rpc": rpc}), (), logs / "router.log")
-        ]
+        port, http_port = self._ports
+        ports = {
+            "rpc": settings.rpc.model_copy(update={"port": port}),
+            "http": settings.http.model_copy(update={"port": http_port}),
+        }
+        specs = [ProcessSpec("router", "router", settings.model_copy(update=ports), (), logs / "router.log")]
         shares = core_shares(sorted(os.sched_getaffinity(0)), len(self._kinds))
         counts: dict[Kind, int] = {}
         for kind, cores in zip(self._kinds, shares, strict=True):

@@ -50,6 +50,10 @@ class ProcessActor:
         except DeadlineExceeded:
             return None
 
+    def http_address(self) -> str:
+        """Once it serves: the URL of its HTTP API, "" for none."""
+        return self._process.http_address
+
     def stop(self, timeout_s: float) -> bool:
         return self._process.stop(timeout_s)
 
@@ -114,6 +118,11 @@ def wait_until_serving(
             raise DeadlineExceeded(f"not serving after {timeout_s:g} s: {late}")
         time.sleep(_POLL_S)
     return [addresses[process.spec.name] for process in placed]
+
+
+def http_address(process: PlacedProcess) -> str:
+    """Of a process that serves: the URL of its HTTP API, "" for none."""
+    return ray.get(process.actor.http_address.remote(), timeout=_PLACEMENT_TIMEOUT_S)
 
 
 def stop(placed: list[PlacedProcess], drain_timeout_s: float) -> None:

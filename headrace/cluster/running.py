@@ -13,6 +13,7 @@ class RunningCluster:
     router: str  # address of the public API
     directory_url: str
     pid: int  # of the process that keeps it
+    http: str = ""  # URL of the HTTP API; "": it serves none
 
 
 def announce(running: RunningCluster, cache_dir: Path, name: str) -> Path:

@@ -101,6 +101,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 class WorkerProcess:
     """`start`, then `stop`. `report` is told each stage of the start, for progress displays."""
 
+    http_address = ""  # workers serve none
+
     def __init__(
         self,
         settings: Settings,

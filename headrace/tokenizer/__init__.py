@@ -3,8 +3,15 @@
 Torch-free; used by the router.
 """
 
-from headrace.tokenizer.chat_template import ChatMessage
+from headrace.tokenizer.chat_template import ChatMessage, ChatOptions, ToolCall
 from headrace.tokenizer.detokenizer import IncrementalDetokenizer
 from headrace.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["ChatMessage", "IncrementalDetokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = [
+    "ChatMessage",
+    "ChatOptions",
+    "IncrementalDetokenizer",
+    "Tokenizer",
+    "ToolCall",
+    "load_tokenizer",
+]

@@ -9,7 +9,7 @@ does not depend on how its tokens were split over calls.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 
@@ -21,12 +21,18 @@ class TokenBytes(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def shown_bytes(self, token_id: int) -> bytes: ...
+
 
 class IncrementalDetokenizer:
     """The answer ends before the stop string whose end comes first; of those that end together, before the longest."""
 
-    def __init__(self, tokenizer: TokenBytes, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: TokenBytes, stop_strings: Sequence[str] = (), shown: Collection[int] = ()
+    ) -> None:
+        """`shown`: control tokens that are to appear in the text, by name."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._stop_strings = tuple(stop_strings)
         # "replace" gives one U+FFFD per invalid sequence, and keeps an incomplete one until the next bytes decide.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -43,7 +49,7 @@ class IncrementalDetokenizer:
         """New text that is certain to belong to the answer. Empty once `stopped`."""
         if self.stopped:
             return ""
-        data = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        data = b"".join(map(self._bytes, token_ids))
         if self._strip_space and data:
             data = data.removeprefix(b" ")
             self._strip_space = False
@@ -57,6 +63,10 @@ class IncrementalDetokenizer:
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
+
+    def _bytes(self, token_id: int) -> bytes:
+        is_shown = token_id in self._shown
+        return self._tokenizer.shown_bytes(token_id) if is_shown else self._tokenizer.token_bytes(token_id)
 
     def _take(self, text: str) -> str:
         self._held += text

@@ -14,10 +14,12 @@ from headrace import gguf_metadata
 from headrace.errors import InvalidRequest, ModelError
 from headrace.model_config import ModelFiles
 from headrace.tokenizer import gguf, hf_folder
-from headrace.tokenizer.chat_template import ChatMessage, ChatTemplate
+from headrace.tokenizer.chat_template import ChatMessage, ChatOptions, ChatTemplate
 from headrace.tokenizer.vocabulary import Vocabulary
 
 _SPECIAL_IN_TEMPLATE = re.compile(r"<\|[A-Za-z0-9_]+\|>|<(?:start|end)_of_turn>")
+
+_WAITING = ChatOptions()  # for the assistant's answer
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
@@ -53,29 +55,37 @@ class Tokenizer:
         """What the token adds to an answer's text: b"" for control tokens and for ids without a text."""
         return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
 
+    def shown_bytes(self, token_id: int) -> bytes:
+        """As `token_bytes`, but the name of a control token: what a person is to see of it."""
+        return self.token_bytes(token_id) or (self._backend.id_to_token(token_id) or "").encode()
+
+    def control_id(self, name: str) -> int | None:
+        """The id of the control token of this name, if there is one."""
+        token_id = self._backend.token_to_id(name)
+        return None if token_id is None or self.token_bytes(token_id) else token_id
+
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids. `add_special`: begin with BOS if the model wants it and the text does not begin with it."""
         try:
-            token_ids = self._backend.encode(text, add_special_tokens=False).ids
+            # Unlike `encode`, this lets other threads run meanwhile, and keeps no offsets.
+            token_ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:  # the Rust side takes no lone surrogate for text
             raise InvalidRequest("prompt", text, "must be valid Unicode text") from None
         if add_special and self._bos_id is not None and token_ids[:1] != [self._bos_id]:
             return [self._bos_id, *token_ids]
         return token_ids
 
-    def apply_chat_template(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[ChatMessage], options: ChatOptions = _WAITING) -> str:
         """The chat as the model's template writes it. Raises InvalidRequest if there is none, or it refuses."""
         if self._template is None:
             raise InvalidRequest(
                 "chat", f"{len(messages)} messages", "the model has no chat template; send text instead"
             )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(messages, options)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a chat that waits for the assistant's answer."""
-        return self.encode(self.apply_chat_template(messages), add_special=True)
+    def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = _WAITING) -> list[int]:
+        """Token ids of a chat; without options one that waits for the assistant's answer."""
+        return self.encode(self.apply_chat_template(messages, options), add_special=True)
 
     def _compiled(self, vocabulary: Vocabulary) -> ChatTemplate | None:
         source = vocabulary.chat_template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -33,7 +34,7 @@ def cluster(model_files, tmp_path_factory):
     log = tmp_path_factory.mktemp("up") / "up.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [str(HEADRACE), "up", "--port", "0", *name],
+            [str(HEADRACE), "up", "--port", "0", "--http-port", "0", *name],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -67,7 +68,7 @@ def test_generate_chat_and_status_find_the_running_cluster(cluster):
 
     status = headrace("status", *cluster)
     assert status.returncode == 0, status.stderr
-    for word in ("prefill-0", "decode-0", "serving"):
+    for word in ("prefill-0", "decode-0", "serving", "/v1"):
         assert word in status.stdout
 
     again = headrace("up", "--port", "0", *cluster)
@@ -83,7 +84,7 @@ def test_generate_chat_and_status_find_the_running_cluster(cluster):
 @pytest.mark.timeout(120)
 def test_the_client_of_the_readme_works(cluster):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (program,) = re.findall(r"```python\n(import grpc.*?)```", readme, re.DOTALL)
     name = cluster[1].removeprefix("directory.cluster=")
     running = find_running(DEFAULT_CACHE_DIR, name)
     assert running is not None
@@ -93,6 +94,30 @@ def test_the_client_of_the_readme_works(cluster):
     )
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
+
+
+def test_the_curl_commands_of_the_readme_work(cluster):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    blocks = re.findall(r"```sh\n(curl .*?)```", readme, re.DOTALL)
+    running = find_running(DEFAULT_CACHE_DIR, cluster[1].removeprefix("directory.cluster="))
+    assert running is not None
+    outputs = []
+    for block in blocks:
+        script = "set -e\n" + block.replace("http://127.0.0.1:8000", running.http)
+        result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, (block, result.stderr)
+        outputs.append(result.stdout)
+    answer, stream, structured, others = outputs
+    assert "Paris" in json.loads(answer)["choices"][0]["message"]["content"]
+    assert json.loads(answer)["usage"]["completion_tokens"] > 0
+    *chunks, usage, done = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
+    assert "Paris" in "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+    assert json.loads(usage)["id"] == "cmpl-mine"
+    assert json.loads(usage)["usage"]["completion_tokens"] == 8
+    assert done == "[DONE]"
+    assert "country" in json.loads(json.loads(structured)["choices"][0]["message"]["content"])
+    assert json.loads(others[: others.index("}") + 1])["count"] > 3
+    assert "smollm2-135m-instruct" in others
 
 
 @pytest.mark.timeout(240)

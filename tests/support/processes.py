@@ -38,9 +38,10 @@ class Process:
         self.log = folder / f"{name}.log"
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
+        ports = ("--set", f"rpc.port={self.port}", "--set", f"http.port={free_port()}")
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
-                [str(HEADRACE), *arguments, "--set", f"rpc.port={self.port}"],
+                [str(HEADRACE), *arguments, *ports],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -43,7 +43,7 @@ class Front:
 
 
 @asynccontextmanager
-async def front(files, *, with_worker=True, **router):
+async def front(files, *, with_worker=True, max_prompt_bytes=1000, **router):
     model = ServedModel("tiny", files, load_tokenizer(files), files.config.max_model_tokens)
     worker, worker_server = ManualWorker("i1"), RpcServer(RPC, [])
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker_server.grpc_server)
@@ -57,7 +57,7 @@ async def front(files, *, with_worker=True, **router):
     breakers = Breakers(HealthProbe(view, RPC))
     dispatcher = Dispatcher(view, sessions, breakers, load_policy("predicted_time"), model, settings)
     server = RpcServer(RPC, [])
-    door = FrontDoor(RequestParser(model, 1000, settings.classes), dispatcher, 30.0)
+    door = FrontDoor(RequestParser(model, max_prompt_bytes, settings.classes), dispatcher, 30.0)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
     address = await server.start()
     channel = open_channel(address, RPC)
@@ -97,6 +97,11 @@ def ids(*values, **sampling) -> inference_pb2.GenerateRequest:
     message = inference_pb2.GenerateRequest(sampling=inference_pb2.SamplingParams(**sampling))
     message.token_ids.ids.extend(values)
     return message
+
+
+def chat(**fields) -> inference_pb2.GenerateRequest:
+    message = inference_pb2.ChatMessage(role="user", content="x")
+    return inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=[message], **fields))
 
 
 async def answered(call, worker, token_ids, end=END):
@@ -290,11 +295,17 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
         (ids(*[1] * 5000), "INVALID_ARGUMENT", ["5000"]),
         (inference_pb2.GenerateRequest(text="x" * 2000), "INVALID_ARGUMENT", ["text", "2000", "1000"]),
         (
-            inference_pb2.GenerateRequest(chat={"messages": [{"role": "tool", "content": "x"}]}),
+            inference_pb2.GenerateRequest(chat={"messages": [{"role": "robot", "content": "x"}]}),
             "INVALID_ARGUMENT",
-            ["chat.messages[0].role", "tool", "assistant"],
+            ["chat.messages[0].role", "robot", "assistant"],
         ),
         (inference_pb2.GenerateRequest(chat={}), "INVALID_ARGUMENT", ["chat.messages"]),
+        (chat(tools_json="{"), "INVALID_ARGUMENT", ["chat.tools_json", "JSON"]),
+        (chat(tools_json="{}"), "INVALID_ARGUMENT", ["chat.tools_json", "list"]),
+        (chat(tools_json='["f"]'), "INVALID_ARGUMENT", ["tools", "takes none"]),
+        (chat(template_variables_json="[]"), "INVALID_ARGUMENT", ["chat.template_variables_json", "object"]),
+        (chat(tools_json="[" * 100_000), "INVALID_ARGUMENT", ["chat", "100016 bytes", "1000"]),
+        (ids(1, shown_token_ids=[260]), "INVALID_ARGUMENT", ["shown_token_ids", "260", "258"]),
         (
             inference_pb2.GenerateRequest(text="x", request_id="r" * 300),
             "INVALID_ARGUMENT",

@@ -4,7 +4,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace.errors import InvalidRequest, ModelError
-from headrace.tokenizer.chat_template import ChatMessage, ChatTemplate
+from headrace.tokenizer.chat_template import ChatMessage, ChatOptions, ChatTemplate, ToolCall
 
 CHAT = [("system", "Be <brief> & \"kind\" 'é'"), ("user", "1 < 2?\n"), ("assistant", " yes "), ("user", "🙂")]
 TEMPLATES = {
@@ -30,7 +30,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_templates_render_as_in_transformers(name, prompt):
     template = ChatTemplate(TEMPLATES[name], bos_token="<s>", eos_token="</s>")
-    ours = template.render([ChatMessage(*entry) for entry in CHAT], add_generation_prompt=prompt)
+    ours = template.render([ChatMessage(*entry) for entry in CHAT], ChatOptions(prompt))
     theirs, _ = render_jinja_template(
         conversations=[[{"role": role, "content": content} for role, content in CHAT]],
         chat_template=TEMPLATES[name],
@@ -42,9 +42,76 @@ def test_templates_render_as_in_transformers(name, prompt):
     assert ours
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"b": 1, "a": {}}}}
+]
+CALLS = (
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}{{ m.name }}{{ m.content }}"
+    "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.id }}{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}{% endfor %}{% endif %}{{ m.tool_call_id }}{% endfor %}{{ mood }}"
+)
+
+
+def test_tools_calls_and_variables_render_as_in_transformers():
+    call = ToolCall("c1", "f", {"x": "é", "n": [1]})
+    chat = [
+        ChatMessage("user", "go", name="ann"),
+        ChatMessage("assistant", "", tool_calls=(call,)),
+        ChatMessage("tool", "42", tool_call_id="c1", name="f"),
+    ]
+    options = ChatOptions(tools=TOOLS, variables={"mood": "!", "messages": [], "bos_token": "?"})
+    ours = ChatTemplate(CALLS, bos_token="", eos_token="").render(chat, options)
+    function = {"name": "f", "arguments": {"x": "é", "n": [1]}}
+    as_dicts = [
+        {"role": "user", "content": "go", "name": "ann"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "c1", "name": "f"},
+    ]
+    theirs, _ = render_jinja_template([as_dicts], tools=TOOLS, chat_template=CALLS, mood="!")
+    assert ours == theirs[0]
+    assert "c1f" in ours
+
+
+def test_tools_for_a_template_that_takes_none_are_refused():
+    template = ChatTemplate("{% set tools = 1 %}{{ messages }}", bos_token="", eos_token="")
+    with pytest.raises(InvalidRequest, match="tools: '1 tools' is not allowed"):
+        template.render([ChatMessage("user", "x")], ChatOptions(tools=TOOLS))
+
+
+@pytest.mark.parametrize("content", ["Sure, ", " Sure", "a b", "x"])
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_a_message_that_is_continued_ends_as_in_transformers(content, trim):
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content" + trim + " }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    chat = [("user", "a b x"), ("assistant", content)]
+    ours = ChatTemplate(source, bos_token="", eos_token="").render(
+        [ChatMessage(*entry) for entry in chat],
+        ChatOptions(add_generation_prompt=False, continue_final_message=True),
+    )
+    theirs, _ = render_jinja_template(
+        [[{"role": role, "content": text} for role, text in chat]],
+        chat_template=source,
+        continue_final_message=True,
+    )
+    assert ours == theirs[0]
+    assert not ours.endswith("</s>")
+
+
+def test_a_message_that_the_template_does_not_show_can_not_be_continued():
+    template = ChatTemplate("{{ messages | length }}", bos_token="", eos_token="")
+    with pytest.raises(InvalidRequest, match="continue_final_message"):
+        template.render([ChatMessage("user", "x")], ChatOptions(False, True))
+
+
 def render(source: str, messages: list[ChatMessage] | None = None) -> str:
     messages = [ChatMessage("user", "x")] if messages is None else messages
-    return ChatTemplate(source, bos_token="", eos_token="").render(messages, add_generation_prompt=True)
+    return ChatTemplate(source, bos_token="", eos_token="").render(messages, ChatOptions())
 
 
 @pytest.mark.parametrize(

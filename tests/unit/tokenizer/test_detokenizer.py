@@ -18,6 +18,9 @@ class ByteTokens:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 
+    def shown_bytes(self, token_id: int) -> bytes:
+        return self.token_bytes(token_id) or f"<{token_id}>".encode()
+
 
 class ListedTokens:
     """Token i is the i-th of the given texts."""
@@ -30,6 +33,8 @@ class ListedTokens:
     def token_bytes(self, token_id: int) -> bytes:
         return self._texts[token_id].encode()
 
+    shown_bytes = token_bytes
+
 
 def run(tokens, chunks, stops=()):
     """All deltas, the last of them from `finish`, and whether a stop string was met."""
@@ -40,6 +45,13 @@ def run(tokens, chunks, stops=()):
 
 def one_by_one(text: str | bytes) -> list[list[int]]:
     return [[byte] for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+def test_a_control_token_shows_where_it_is_asked_for():
+    text = IncrementalDetokenizer(ByteTokens(), ["b<257>"], shown={257})
+    assert text.push([97, 256, 257, 98]) == "a<257>"
+    assert text.push([256, 257]) == ""
+    assert text.stopped
 
 
 LETTERS = "ABCDEFGHIJKL"

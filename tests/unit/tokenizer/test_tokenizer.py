@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.model_store import resolve
-from headrace.tokenizer import ChatMessage, IncrementalDetokenizer, Tokenizer, hf_folder, load_tokenizer
+from headrace.tokenizer import (
+    ChatMessage,
+    ChatOptions,
+    IncrementalDetokenizer,
+    Tokenizer,
+    hf_folder,
+    load_tokenizer,
+)
 from tests.unit.tokenizer.small_gguf import CONTROL, USER_DEFINED, byte_level, sentence_piece, write_gguf
 
 CHATML = (
@@ -122,7 +129,7 @@ def test_chats_are_written_and_tokenized_as_by_transformers(
     assert tokenizer.apply_chat_template(messages) == expected
     assert tokenizer.encode_chat(messages) == reference.encode(expected, add_special_tokens=False).ids
     closed = transformers_tokenizer.apply_chat_template(as_dicts, tokenize=False)
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == closed
+    assert tokenizer.apply_chat_template(messages, ChatOptions(add_generation_prompt=False)) == closed
 
 
 def test_md_01_control_tokens_in_a_chat_are_one_id_each(tokenizer):

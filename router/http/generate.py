@@ -1,0 +1,176 @@
+"""/v1/completions and /v1/chat/completions: from a body to requests, and from their updates to one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from headrace.rpc.v1 import inference_pb2
+from headrace.tokenizer import Tokenizer
+from router.front_door import FrontDoor, Generation
+from router.http.bodies import ChatCompletionBody, CompletionBody, GenerationBody, NamedTool
+from router.http.call import Call
+from router.http.convert import chat_request, completion_requests
+from router.http.replies import (
+    CallSource,
+    ChatChoice,
+    Choice,
+    CompletionChoice,
+    Json,
+    NamedCall,
+    NoCalls,
+    ParsedCalls,
+    Usage,
+)
+from router.http.tool_calls import MARKERS
+from router.request_run import Update
+from router.requests import ServedModel
+
+
+class Generator:
+    """Both endpoints, as `Endpoint` calls them."""
+
+    def __init__(self, door: FrontDoor, model: ServedModel, max_prompts: int) -> None:
+        self._door = door
+        self._model = model
+        self._max_prompts = max_prompts
+        ids = (model.tokenizer.control_id(marker) for marker in MARKERS)
+        self._marker_ids = [token_id for token_id in ids if token_id is not None]
+
+    async def complete(self, call: Call) -> None:
+        body = await call.parsed(CompletionBody)
+        messages = completion_requests(body, call.request_id, self._max_prompts)
+        generations = await self._accepted(call, messages)
+        tokenizer = self._model.tokenizer
+        choices: list[Choice] = [
+            CompletionChoice(
+                number * generation.request.sampling.n + answer,
+                tokenizer,
+                before=_prompt_text(tokenizer, messages[number]) if body.echo else "",
+                with_logprobs=body.logprobs is not None,
+                prompt_ids=generation.request.token_ids if body.return_token_ids else None,
+            )
+            for number, generation in enumerate(generations)
+            for answer in range(generation.request.sampling.n)
+        ]
+        head = self._head("cmpl", "text_completion", call)
+        await _Answer(call, body, generations, choices).send(head, head)
+
+    async def chat(self, call: Call) -> None:
+        body = await call.parsed(ChatCompletionBody)
+        generations = await self._accepted(call, [chat_request(body, call.request_id, self._marker_ids)])
+        request = generations[0].request
+        choices: list[Choice] = [
+            ChatChoice(
+                answer,
+                self._model.tokenizer,
+                _call_source(body),
+                with_logprobs=bool(body.logprobs),
+                with_token_ids=bool(body.return_token_ids),
+            )
+            for answer in range(request.sampling.n)
+        ]
+        extra: Json = {"prompt_token_ids": request.token_ids} if body.return_token_ids else {}
+        head = self._head("chatcmpl", "chat.completion", call)
+        chunk_head = {**head, "object": "chat.completion.chunk"}
+        await _Answer(call, body, generations, choices).send({**head, **extra}, chunk_head, extra)
+
+    async def _accepted(
+        self, call: Call, messages: Sequence[inference_pb2.GenerateRequest]
+    ) -> list[Generation]:
+        """All of them, or none: one that is refused is refused before any runs."""
+        timeout_s = call.timeout_s
+        return [await self._door.accepted(message, call.authorization, timeout_s) for message in messages]
+
+    def _head(self, prefix: str, kind: str, call: Call) -> Json:
+        return {
+            "id": f"{prefix}-{call.request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model.name,
+        }
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Of one HTTP request: its choices, those of the second prompt behind those of the first."""
+
+    call: Call
+    body: GenerationBody
+    generations: Sequence[Generation]
+    choices: Sequence[Choice]
+
+    async def send(self, head: Json, chunk_head: Json, first: Json | None = None) -> None:
+        """`first` is part of a stream's first chunk. Raises HeadraceError, before the answer or within the stream."""
+        usage = Usage(prompt_tokens=sum(len(generation.request.token_ids) for generation in self.generations))
+        options = self.body.stream_options
+        with_usage = bool(options and options.include_usage)
+        continuous = with_usage and bool(options and options.continuous_usage_stats)
+        extra = dict(first or {})
+
+        async def on_update(number: int, update: Update) -> None:
+            _count(usage, self.generations[number], update)
+            choice = self.choices[number * self.generations[number].request.sampling.n + update.choice]
+            for entry in choice.chunks(update):
+                if not self.body.stream:
+                    continue
+                chunk = {**chunk_head, **extra, "choices": [entry]}
+                if with_usage:
+                    chunk["usage"] = usage.json() if continuous else None
+                extra.clear()
+                await self.call.event(chunk)
+
+        await _run(self.generations, on_update)
+        if not self.body.stream:
+            entries = [choice.whole() for choice in self.choices]
+            await self.call.json({**head, "choices": entries, "usage": usage.json()})
+            return
+        if with_usage:
+            await self.call.event({**chunk_head, "choices": [], "usage": usage.json()})
+        await self.call.end()
+
+
+async def _run(
+    generations: Sequence[Generation], on_update: Callable[[int, Update], Awaitable[None]]
+) -> None:
+    """All side by side. The first that fails ends the others, and its error is raised."""
+
+    async def one(number: int) -> None:
+        async with aclosing(generations[number].updates()) as updates:
+            async for update in updates:
+                await on_update(number, update)
+
+    if len(generations) == 1:
+        await one(0)
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(len(generations)):
+                group.create_task(one(number))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _count(usage: Usage, generation: Generation, update: Update) -> None:
+    usage.completion_tokens += len(update.token_ids)
+    if update.end is not None:
+        # A worker that went on after another's loss may have found tokens of the answer in its cache, too.
+        usage.cached_tokens += min(update.end.cached_tokens, len(generation.request.token_ids))
+
+
+def _call_source(body: ChatCompletionBody) -> CallSource:
+    if isinstance(body.tool_choice, NamedTool):
+        return NamedCall(body.tool_choice.function.name)
+    if not body.tools or body.tool_choice == "none":
+        return NoCalls()
+    names = [tool.function.name for tool in body.tools]
+    return ParsedCalls(names, 1 if body.parallel_tool_calls is False else None)
+
+
+def _prompt_text(tokenizer: Tokenizer, message: inference_pb2.GenerateRequest) -> str:
+    if message.WhichOneof("input") == "text":
+        return message.text
+    return b"".join(map(tokenizer.token_bytes, message.token_ids.ids)).decode(errors="replace")
