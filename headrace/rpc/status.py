@@ -26,6 +26,7 @@ from headrace.errors import (
 
 log = structlog.get_logger()
 
+_MAX_DETAILS = 1000
 RETRY_AFTER_KEY = "retry-after-ms"
 # Set on every status that a handler of ours chose. An UNAVAILABLE without it came from the connection itself.
 ANSWERED_KEY = "headrace-answered"
@@ -46,7 +47,14 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Headrac
         values = (error.field, *(str(v).encode() for v in (error.ours, error.theirs, error.requirement)))
         metadata += zip(_MISMATCH_KEYS, values, strict=True)
     context.set_trailing_metadata(tuple(metadata))
-    await context.abort(status_code(error.code), str(error))
+    await context.abort(status_code(error.code), _short(str(error)))
+
+
+def _short(details: str) -> str:
+    """Metadata over 16 KiB ends a call as RESOURCE_EXHAUSTED, and percent-encoding makes 12 bytes of one character."""
+    return (
+        details if len(details) <= _MAX_DETAILS else f"{details[:_MAX_DETAILS]}… ({len(details)} characters)"
+    )
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:

@@ -21,8 +21,8 @@ NUM_CLIENTS = 16
 TIMEOUT_S = 20.0
 MAX_MESSAGES = 8  # a client that has seen enough leaves
 
-# Of a request that is wrong, or of a router that is full: never INTERNAL, UNKNOWN, or a deadline that passes.
-DEFINITE = {"OK", "LEFT", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
+# Of a request that is wrong: never INTERNAL, UNKNOWN, or a deadline that passes.
+DEFINITE = {"OK", "LEFT", "INVALID_ARGUMENT", "NOT_FOUND"}
 
 
 @asynccontextmanager

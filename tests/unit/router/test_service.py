@@ -249,6 +249,7 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
     [
         (inference_pb2.GenerateRequest(), "INVALID_ARGUMENT", ["input"]),
         (inference_pb2.GenerateRequest(text="x", model="other"), "NOT_FOUND", ["other", "tiny"]),
+        (inference_pb2.GenerateRequest(text="x", model="삼" * 9000), "NOT_FOUND", ["삼삼삼"]),
         (ids(1, temperature=-1), "INVALID_ARGUMENT", ["temperature", "-1", "100"]),
         (ids(1, temperature=float("nan")), "INVALID_ARGUMENT", ["temperature", "nan"]),
         (ids(1, top_p=0), "INVALID_ARGUMENT", ["top_p", "0"]),
