@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from router.http.bodies import (
@@ -54,7 +54,7 @@ def plain(draw: random.Random) -> tuple[str, type, dict[str, Any]]:
 
 
 class Clients:
-    def __init__(self, client: httpx.AsyncClient, num_requests: int) -> None:
+    def __init__(self, client: httpx2.AsyncClient, num_requests: int) -> None:
         self._client = client
         self._left = iter(range(num_requests))
         self.outcomes: Counter[str] = Counter()
@@ -98,7 +98,7 @@ def refusal_problem(text: bytes) -> str:
     return f"no error of OpenAI's shape: {text[:300]!r}"
 
 
-async def canary(client: httpx.AsyncClient) -> str:
+async def canary(client: httpx2.AsyncClient) -> str:
     body = {"prompt": "a canary", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
     response = await client.post("/v1/completions", json=body)
     return response.json()["choices"][0]["text"]
@@ -106,10 +106,10 @@ async def canary(client: httpx.AsyncClient) -> str:
 
 @pytest.mark.timeout(900)
 async def test_random_bodies_are_answered_or_refused(settings, num_requests):
-    limits = httpx.Limits(max_connections=NUM_CLIENTS)
+    limits = httpx2.Limits(max_connections=NUM_CLIENTS)
     async with (
         fleet(settings) as (router, _),
-        httpx.AsyncClient(base_url=router.http_address, timeout=TIMEOUT_S, limits=limits) as client,
+        httpx2.AsyncClient(base_url=router.http_address, timeout=TIMEOUT_S, limits=limits) as client,
     ):
         expected = await canary(client)
         clients = Clients(client, num_requests)
