@@ -241,7 +241,7 @@ def _process(
 
 def _run(main: Callable[..., Any], connection: Connection, cores: list[int], argument: object) -> None:
     os.sched_setaffinity(0, cores)
-    configure_logging("error", "bench")  # a line for each request would be measured too
+    configure_logging("warning", "bench")  # a line for each request would be measured too
     uvloop.run(main(connection, argument))
 
 
