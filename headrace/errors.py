@@ -71,7 +71,8 @@ class InvalidRequest(HeadraceError):
         self.field = field
         self.value = value
         self.requirement = requirement
-        super().__init__(f"{field}: {_shown(value)} is not allowed; {requirement}")
+        self.description = f"{_shown(value)} is not allowed; {requirement}"
+        super().__init__(f"{field}: {self.description}")
 
 
 class NotFound(HeadraceError):

@@ -34,6 +34,7 @@ class Delta:
     """What came for one request since it was last asked for, by choice. The last one has `end`."""
 
     choices: dict[int, ChoiceDelta] = field(default_factory=dict)
+    prompt_logprobs: worker_pb2.PromptLogprobs | None = None
     end: worker_pb2.SequenceEnd | None = None
 
 
@@ -62,6 +63,11 @@ class AnswerStream:
             news.logprobs.extend(message.logprobs)
             if message.finish_reason:
                 news.finish_reason = FinishReason(message.finish_reason)
+        if message.HasField("prompt_logprobs"):
+            self._delta.prompt_logprobs = self._delta.prompt_logprobs or worker_pb2.PromptLogprobs(
+                first_index=message.prompt_logprobs.first_index
+            )
+            self._delta.prompt_logprobs.entries.extend(message.prompt_logprobs.entries)
         if message.HasField("end"):
             self._delta.end = message.end
             self.ended = True
