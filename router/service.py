@@ -158,5 +158,5 @@ def _add_end(
 
 
 def cached_tokens(request: GenerationRequest, end: worker_pb2.SequenceEnd) -> int:
-    """Of the prompt. A worker that went on after another's loss may have found tokens of the answer in its cache too."""
+    """Of the prompt. A worker that went on after another's loss may have found tokens of the answer in its cache."""
     return min(end.cached_tokens, len(request.token_ids))
