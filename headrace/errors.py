@@ -167,7 +167,9 @@ class PeerError(HeadraceError):
     """Another process's answer, passed on with its code."""
 
     def __init__(self, code: Code, message: str) -> None:
-        self.code = code  # pyright: ignore[reportAttributeAccessIssue] - per instance here, per class elsewhere
+        # Per instance here, per class elsewhere.
+        self.code = code  # pyright: ignore[reportAttributeAccessIssue]
+        self.retryable = code in {Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED}  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(message)
 
 

@@ -241,7 +241,10 @@ class Dispatcher:
         if hashes is None:
             hashes = self._hashes(request, token_ids, block_size, kv_dtype)
         # A worker computes one token at least, so a last block that ends the prompt does not count.
-        matched = self._view.match(hashes[: (len(token_ids) - 1) // block_size])
+        num_usable = (len(token_ids) - 1) // block_size
+        if request.sampling.prompt_logprobs is not None:  # for these the whole prompt is computed
+            num_usable = 0
+        matched = self._view.match(hashes[:num_usable])
         now_s = self.ledger.clock.now()
         peers = [
             (record, self._worker_view(record, matched.get(record.worker_id), now_s))

@@ -1,6 +1,7 @@
 """What the gRPC door has beside the requests themselves: metadata, details of errors, health, reflection, texts."""
 
 import asyncio
+from struct import iter_unpack
 from urllib.parse import quote
 
 import grpc
@@ -11,11 +12,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
+from headrace.block_hash import HashRoot, block_hashes
 from headrace.directory.records import Role
 from headrace.rpc.channel import open_channel
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from headrace.rpc.vllm import vllm_engine_pb2
+from headrace.tier import Tier
 from router.app import SERVICES
 from tests.unit.router.test_service import END, answered, front, ids, manual_worker, record
 from tests.unit.router.test_sessions import RPC
@@ -294,3 +297,35 @@ async def test_a_session_goes_to_the_same_workers_where_nothing_tells_them_apart
         assert len({await workers_for("one") for _ in range(16)}) == 1
         assert len({await workers_for(f"number {n}") for n in range(16)}) > 1
         assert len({await workers_for("") for _ in range(16)}) > 1
+
+
+async def test_a_prompt_whose_logprobs_are_asked_for_is_not_sent_after_its_cached_blocks(tiny_model_files):
+    """It is computed whole: nothing is fetched, and no hit is predicted."""
+    async with front(tiny_model_files) as f:
+        f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        prompt = list(range(1, 42))
+        root = HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32")
+        f.view.index.store("p1", dict.fromkeys(block_hashes(root, prompt), Tier.HOST))
+        for prompt_logprobs, num_cached in ((None, 40), (0, 0)):
+            request = inference_pb2.ExplainRequest(request=ids(*prompt, prompt_logprobs=prompt_logprobs))
+            plan = (await f.stub.Explain(request)).plan
+            assert plan.prediction.cached_tokens == num_cached
+
+
+async def test_the_server_bounds_the_calls_of_one_connection():
+    """As its SETTINGS say, HTTP/2's first frame."""
+    server = RpcServer(RPC, [])
+    try:
+        host, port = (await server.start()).rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(10):
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+            head = await reader.readexactly(9)
+            settings = await reader.readexactly(int.from_bytes(head[:3]))
+        writer.close()
+        await writer.wait_closed()
+        assert head[3] == 4  # SETTINGS
+        found = dict(iter_unpack(">HI", settings))
+        assert found[3] == 8192  # MAX_CONCURRENT_STREAMS
+    finally:
+        await server.stop(0)
