@@ -30,17 +30,17 @@ from headrace.errors import (
 
 log = structlog.get_logger()
 
-# Clients give metadata 8 KiB in all. The text is in there twice: percent-encoded, and within the details.
-_MAX_TEXT = 1000  # characters
-_MAX_TEXT_BYTES = 3000  # percent-encoded
-_MAX_DETAIL = 200  # characters of a detail's own text
-_DOMAIN = "headrace"
+_MAX_DETAILS_BYTES = 1000
 RETRY_AFTER_KEY = "retry-after-ms"
 # Set on every status that a handler of ours chose. An UNAVAILABLE without it came from the connection itself.
 ANSWERED_KEY = "headrace-answered"
 _CAPITAL = re.compile(r"(?<=.)(?=[A-Z])")
 # Of a LayoutMismatch: the field, its values on the answering side and on the asking one, what would be needed.
 _MISMATCH_KEYS = ("headrace-field", "headrace-answerer-bin", "headrace-asker-bin", "headrace-needed-bin")
+# Of google.rpc's details.
+_DOMAIN = "headrace"
+_MAX_FIELD = 100  # characters
+_MAX_DESCRIPTION = 200
 
 
 def status_code(code: Code) -> grpc.StatusCode:
@@ -62,43 +62,12 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Headrac
     await context.abort(status_code(error.code), text)
 
 
-def _rich_status(error: HeadraceError, text: str, retry_after_s: float) -> status_pb2.Status:
-    """What clients read from `grpc-status-details-bin`: google.rpc's ErrorInfo, and where they apply BadRequest and
-    RetryInfo.
-    """
-    status = status_pb2.Status(code=status_code(error.code).value[0], message=text)
-    info = error_details_pb2.ErrorInfo(
-        reason=_CAPITAL.sub("_", type(error).__name__).upper(),
-        domain=_DOMAIN,
-        metadata={"retryable": str(error.retryable).lower()},
-    )
-    if isinstance(error, InvalidRequest):
-        info.metadata["field"] = _short(error.field, _MAX_DETAIL)
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=info.metadata["field"], description=_short(error.description, _MAX_DETAIL)
-        )
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    status.details.add().Pack(info)
-    if retry_after_s:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(int(retry_after_s * 1000))
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    return status
-
-
-def _retry_after_s(error: HeadraceError) -> float:
-    return error.retry_after_s if isinstance(error, Overloaded | Unavailable) else 0.0
-
-
-def _short(text: str, limit: int = _MAX_TEXT) -> str:
-    """What metadata can hold of it."""
-    kept, room = text[:limit].encode(errors="replace").decode(), _MAX_TEXT_BYTES
-    for position, character in enumerate(kept):
-        room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
-        if room < 0:
-            kept = kept[:position]
-            break
-    return kept if len(kept) == len(text) else f"{kept}… ({len(text)} characters)"
+def _short(details: str) -> str:
+    """gRPC refuses some calls whose metadata is over 8 KiB, and all over 16; percent-encoding makes 3 bytes of one."""
+    data = details.encode()
+    if len(data) <= _MAX_DETAILS_BYTES:
+        return details
+    return f"{data[:_MAX_DETAILS_BYTES].decode(errors='ignore')}… ({len(data)} bytes)"
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
@@ -117,6 +86,34 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
     return (
         PeerError(known, f"{peer}: {details}") if known else InternalError(f"{peer}: {code.name}: {details}")
     )
+
+
+def _rich_status(error: HeadraceError, text: str, retry_after_s: float) -> status_pb2.Status:
+    """What clients read from `grpc-status-details-bin`: google.rpc's ErrorInfo, and where they apply BadRequest and
+    RetryInfo.
+    """
+    status = status_pb2.Status(code=status_code(error.code).value[0], message=text)
+    info = error_details_pb2.ErrorInfo(
+        reason=_CAPITAL.sub("_", type(error).__name__).upper(),
+        domain=_DOMAIN,
+        metadata={"retryable": str(error.retryable).lower()},
+    )
+    if isinstance(error, InvalidRequest):
+        info.metadata["field"] = error.field[:_MAX_FIELD]
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=info.metadata["field"], description=error.description[:_MAX_DESCRIPTION]
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    status.details.add().Pack(info)
+    if retry_after_s:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(retry_after_s * 1000))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def _retry_after_s(error: HeadraceError) -> float:
+    return error.retry_after_s if isinstance(error, Overloaded | Unavailable) else 0.0
 
 
 @contextmanager
