@@ -25,7 +25,7 @@ from decode_worker.session import End, HandOffReport, Session
 from headrace.block_hash import extend
 from headrace.clock import Deadline
 from headrace.engine.sequence import Event, Failed, NewToken, PromptLogprobs, Sequence, Started, finish_reason
-from headrace.errors import Code, HeadraceError, InvalidRequest, TransferFailed
+from headrace.errors import Code, HeadraceError, InvalidRequest, PeerError, TransferFailed
 from headrace.rpc.convert import logprobs_to_proto, prompt_logprobs_to_proto, sampling_from_proto
 from headrace.rpc.v1 import inference_pb2, kv_pb2, worker_pb2
 from headrace.sampling_params import FinishReason
@@ -70,7 +70,8 @@ class Request:
         except asyncio.CancelledError:
             end = End(error_code=Code.CANCELLED, error_message="cancelled")
         except HeadraceError as error:
-            end = End(error_code=error.code, error_message=str(error))
+            field = error.field if isinstance(error, InvalidRequest | PeerError) else ""
+            end = End(error_code=error.code, error_message=str(error), error_field=field)
         except Exception:  # one request fails, the worker goes on
             log.exception("request failed", request_id=self._start.request_id)
         finally:

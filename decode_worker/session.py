@@ -33,6 +33,7 @@ class End:
 
     error_code: str = ""
     error_message: str = ""
+    error_field: str = ""  # of an INVALID_ARGUMENT
 
 
 @dataclass(slots=True)
@@ -105,6 +106,7 @@ class Session:
         self._news(request_id).end = worker_pb2.SequenceEnd(
             error_code=end.error_code,
             error_message=end.error_message,
+            error_field=end.error_field,
             cached_tokens=report.cached_tokens,
             prefill_worker=report.prefill_worker,
             blocks_moved=report.blocks_moved,

@@ -166,7 +166,9 @@ class InternalError(HeadraceError):
 class PeerError(HeadraceError):
     """Another process's answer, passed on with its code."""
 
-    def __init__(self, code: Code, message: str) -> None:
+    def __init__(self, code: Code, message: str, field: str = "") -> None:
+        """`field`: what an INVALID_ARGUMENT is about, where the other process said so."""
+        self.field = field
         # Per instance here, per class elsewhere.
         self.code = code  # pyright: ignore[reportAttributeAccessIssue]
         self.retryable = code in {Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED}  # pyright: ignore[reportAttributeAccessIssue]

@@ -98,7 +98,8 @@ class AnswerStream:
         """As `take`, but a request that failed raises its error, after all its tokens were given out."""
         delta = await self.take()
         if delta.end is not None and delta.end.error_code:
-            error = PeerError(Code(delta.end.error_code), delta.end.error_message)
+            end = delta.end
+            error = PeerError(Code(end.error_code), end.error_message, end.error_field)
             if not delta.choices:
                 raise error
             self.fail(error)

@@ -38,6 +38,7 @@ _CAPITAL = re.compile(r"(?<=.)(?=[A-Z])")
 # Of a LayoutMismatch: the field, its values on the answering side and on the asking one, what would be needed.
 _MISMATCH_KEYS = ("headrace-field", "headrace-answerer-bin", "headrace-asker-bin", "headrace-needed-bin")
 # Of google.rpc's details.
+_DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "headrace"
 _MAX_FIELD = 100  # characters
 _MAX_DESCRIPTION = 200
@@ -83,9 +84,22 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{peer}: {details}")
     known = Code.__members__.get(code.name)
-    return (
-        PeerError(known, f"{peer}: {details}") if known else InternalError(f"{peer}: {code.name}: {details}")
-    )
+    if known is None:
+        return InternalError(f"{peer}: {code.name}: {details}")
+    return PeerError(known, f"{peer}: {details}", _field_of(trailing.get(_DETAILS_KEY)))
+
+
+def _field_of(details: str | bytes | None) -> str:
+    """Of a status's details: what its ErrorInfo names."""
+    status, info = status_pb2.Status(), error_details_pb2.ErrorInfo()
+    try:
+        status.ParseFromString(details if isinstance(details, bytes) else b"")
+        for detail in status.details:
+            if detail.Unpack(info):
+                return info.metadata.get("field", "")
+    except DecodeError:  # a stranger's
+        pass
+    return ""
 
 
 def _rich_status(error: HeadraceError, text: str, retry_after_s: float) -> status_pb2.Status:
@@ -98,10 +112,11 @@ def _rich_status(error: HeadraceError, text: str, retry_after_s: float) -> statu
         domain=_DOMAIN,
         metadata={"retryable": str(error.retryable).lower()},
     )
-    if isinstance(error, InvalidRequest):
+    if isinstance(error, InvalidRequest | PeerError) and error.field:
+        description = error.description if isinstance(error, InvalidRequest) else str(error)
         info.metadata["field"] = error.field[:_MAX_FIELD]
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=info.metadata["field"], description=error.description[:_MAX_DESCRIPTION]
+            field=info.metadata["field"], description=description[:_MAX_DESCRIPTION]
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     status.details.add().Pack(info)

@@ -14,6 +14,7 @@ from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.rpc.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from router.app import Router
 from tests.support.fleet import STEP_TOKENS, workers
+from tests.unit.router.test_bad_values import violations
 
 P, D = Role.PREFILL, Role.DECODE
 PROMPT = [3 + (7 * i) % 200 for i in range(2 * STEP_TOKENS + 3)]
@@ -150,3 +151,16 @@ async def test_both_doors_give_the_same_answer(settings):
             for given in (theirs[0].input_logprobs, completes[choice].input_logprobs):
                 assert list(given.token_ids) == PROMPT
                 assert [each.value for each in given.token_logprobs[1:]] == pytest.approx(of_prompt)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_so01_a_grammar_that_a_worker_refuses_is_named_as_by_the_router(settings_with, is_split):
+    settings = settings_with(kv={"min_remote_tokens": 1 if is_split else 10_000})
+    async with doors_of(settings) as (doors, _):
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await doors.answer(grammar={"regex": "("})
+        assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert ("prefill-0: grammar" in failure.value.details()) is is_split
+        [(field, description)] = violations(failure.value)
+        assert field == "grammar"
+        assert "regex" in description

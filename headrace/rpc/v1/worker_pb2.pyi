@@ -157,7 +157,7 @@ class SequenceDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., choice: _Optional[int] = ..., finish_reason: _Optional[str] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class SequenceEnd(_message.Message):
-    __slots__ = ("error_code", "error_message", "cached_tokens", "prefill_worker", "blocks_moved", "bytes_moved", "transfer_s", "transport", "failed_attempts", "queue_s", "prefill_s", "prefill_tokens", "context_tokens", "decode_s", "decode_tokens", "mean_batch", "mean_batch_context_tokens")
+    __slots__ = ("error_code", "error_message", "cached_tokens", "prefill_worker", "blocks_moved", "bytes_moved", "transfer_s", "transport", "failed_attempts", "error_field", "queue_s", "prefill_s", "prefill_tokens", "context_tokens", "decode_s", "decode_tokens", "mean_batch", "mean_batch_context_tokens")
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class SequenceEnd(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     FAILED_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +185,7 @@ class SequenceEnd(_message.Message):
     transfer_s: float
     transport: str
     failed_attempts: int
+    error_field: str
     queue_s: float
     prefill_s: float
     prefill_tokens: int
@@ -192,7 +194,7 @@ class SequenceEnd(_message.Message):
     decode_tokens: int
     mean_batch: float
     mean_batch_context_tokens: float
-    def __init__(self, error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transport: _Optional[str] = ..., failed_attempts: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., decode_s: _Optional[float] = ..., decode_tokens: _Optional[int] = ..., mean_batch: _Optional[float] = ..., mean_batch_context_tokens: _Optional[float] = ...) -> None: ...
+    def __init__(self, error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transport: _Optional[str] = ..., failed_attempts: _Optional[int] = ..., error_field: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., decode_s: _Optional[float] = ..., decode_tokens: _Optional[int] = ..., mean_batch: _Optional[float] = ..., mean_batch_context_tokens: _Optional[float] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

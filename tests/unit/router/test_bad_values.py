@@ -53,6 +53,7 @@ EVERY_VALUE_IS_GOOD = {"seed", "ignore_eos"}
 REQUESTS = [
     ("input", inference_pb2.GenerateRequest()),
     ("prompt", inference_pb2.GenerateRequest(token_ids={})),
+    ("prompt", inference_pb2.GenerateRequest(text="")),  # this model's prompts do not begin with BOS
     ("token_ids", ids(1, VOCAB_SIZE)),
     ("token_ids", ids(2**32 - 1)),
     ("prompt", ids(*[1] * 10**5)),

@@ -34,6 +34,32 @@ async def refused(f, message) -> grpc.aio.AioRpcError:
     return failure.value
 
 
+NUMBERS = {
+    vllm.GenerateRequest: "request_id 1, tokenized 2, text 3, sampling_params 4, stream 5, kv_transfer_params 6,"
+    " mm_inputs 7, kv_transfer_params_json 8, data_parallel_rank 9, media_refs 10, extra_mm_inputs 11",
+    vllm.SamplingParams: "temperature 1, top_p 2, top_k 3, min_p 4, frequency_penalty 5, presence_penalty 6,"
+    " repetition_penalty 7, max_tokens 8, min_tokens 9, stop 10, stop_token_ids 11, skip_special_tokens 12,"
+    " spaces_between_special_tokens 13, ignore_eos 14, n 15, json_schema 16, regex 17, grammar 18,"
+    " structural_tag 19, json_object 20, choice 21, logprobs 22, prompt_logprobs 23, seed 24,"
+    " include_stop_str_in_output 25, logit_bias 26, truncate_prompt_tokens 27",
+    vllm.GenerateStreamChunk: "token_ids 1, prompt_tokens 2, completion_tokens 3, cached_tokens 4,"
+    " output_logprobs 5, input_logprobs 6, index 7",
+    vllm.GenerateComplete: "output_ids 1, finish_reason 2, prompt_tokens 3, completion_tokens 4, cached_tokens 5,"
+    " output_logprobs 6, input_logprobs 7, index 8, kv_transfer_params 9, matched_token_id 10,"
+    " matched_stop_str 11, kv_transfer_params_json 12",
+    vllm.SchedulerLoad: "dp_rank 1, num_running_reqs 2, num_waiting_reqs 3, num_total_reqs 4, num_used_tokens 5,"
+    " max_total_num_tokens 6, token_usage 7, gen_throughput 8, cache_hit_rate 9, utilization 10,"
+    " max_running_requests 11",
+}
+
+
+@pytest.mark.parametrize("message", NUMBERS)
+def test_names_and_numbers_are_those_of_vllm(message):
+    fields = sorted(message.DESCRIPTOR.fields, key=lambda field: field.number)
+    assert ", ".join(f"{field.name} {field.number}" for field in fields) == NUMBERS[message]
+    assert message.DESCRIPTOR.file.package == "vllm.grpc.engine"
+
+
 async def test_a_stream_brings_new_tokens_in_chunks_and_all_in_the_complete_message(tiny_model_files):
     async with front(tiny_model_files) as f:
         call = f.vllm.Generate(request(1, 2, 3, max_tokens=9))
