@@ -18,6 +18,7 @@ from router.service import cached_tokens
 
 _ABORTED = "abort"
 _INT32_MAX = 2**31 - 1
+_ANY_VALUE = "any value"  # the one that was sent may have megabytes
 _NO_MEDIA = "there are no multimodal models here"
 _OWN_HAND_OFFS = "hand-offs between workers are made here, not by the caller"
 _UNSUPPORTED = {
@@ -58,12 +59,12 @@ def to_request(
 
 
 def _refuse_unsupported(message: Message) -> None:
-    for descriptor, value in message.ListFields():
+    for descriptor, _ in message.ListFields():
         if descriptor.name in _UNSUPPORTED:
-            raise InvalidRequest(descriptor.name, value, _UNSUPPORTED[descriptor.name])
+            raise InvalidRequest(descriptor.name, _ANY_VALUE, _UNSUPPORTED[descriptor.name])
     for unknown in UnknownFieldSet(message):
         name = f"{message.DESCRIPTOR.name} field {unknown.field_number}"
-        raise InvalidRequest(name, unknown.data, "it is not known here, and might change the answer")
+        raise InvalidRequest(name, _ANY_VALUE, "it is not known here, and might change the answer")
 
 
 def _to_sampling(params: vllm_engine_pb2.SamplingParams) -> inference_pb2.SamplingParams:
