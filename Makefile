@@ -35,7 +35,7 @@ format: $(INSTALLED) ## Format, and fix what can be fixed
 	@$(BIN)/ruff format .
 	@$(BIN)/buf format --write
 
-protos: $(INSTALLED) ## Generate headrace/rpc/v1 from proto/
+protos: $(INSTALLED) ## Generate the stubs in headrace/rpc from proto/
 	@$(BIN)/python tools/generate_protos.py
 
 clean: ## Remove .venv, caches and build output

@@ -57,6 +57,9 @@ class PrefillTask:
     deadline: Deadline
     sources: list[worker_pb2.Source]
     pace: Pace  # told when it is asked for and when it starts
+    on_prompt_logprobs: Callable[
+        [worker_pb2.PromptLogprobs], None
+    ]  # raises TransferFailed for what does not fit
 
 
 class HandOff:
@@ -160,6 +163,8 @@ class HandOff:
                     self._started.set()
                 elif kind == "blocks_ready":
                     self._note(reads, event.blocks_ready)
+                elif kind == "prompt_logprobs":
+                    self._task.on_prompt_logprobs(event.prompt_logprobs)
                 elif kind == "first_token":
                     choice = event.first_token.choice
                     if choice not in missing:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import replace
 
 import structlog
 
@@ -23,9 +24,9 @@ from decode_worker.pace import Pace
 from decode_worker.session import End, HandOffReport, Session
 from headrace.block_hash import extend
 from headrace.clock import Deadline
-from headrace.engine.sequence import Event, Failed, NewToken, Sequence, Started, finish_reason
-from headrace.errors import Code, HeadraceError, InvalidRequest
-from headrace.rpc.convert import logprobs_to_proto, sampling_from_proto
+from headrace.engine.sequence import Event, Failed, NewToken, PromptLogprobs, Sequence, Started, finish_reason
+from headrace.errors import Code, HeadraceError, InvalidRequest, PeerError, TransferFailed
+from headrace.rpc.convert import logprobs_to_proto, prompt_logprobs_to_proto, sampling_from_proto
 from headrace.rpc.v1 import inference_pb2, kv_pb2, worker_pb2
 from headrace.sampling_params import FinishReason
 
@@ -46,6 +47,7 @@ class Request:
             self._outputs[delivered.choice] += delivered.token_ids
             if delivered.finished:
                 self._over.add(delivered.choice)
+        self._num_prompt_logprobs = 0  # delivered by this worker
         self._sequence_ids: list[str] = []  # of the attempt under way
         self._root = context.root_digest(start.cache_salt)
         self._report = HandOffReport()
@@ -68,7 +70,8 @@ class Request:
         except asyncio.CancelledError:
             end = End(error_code=Code.CANCELLED, error_message="cancelled")
         except HeadraceError as error:
-            end = End(error_code=error.code, error_message=str(error))
+            field = error.field if isinstance(error, InvalidRequest | PeerError) else ""
+            end = End(error_code=error.code, error_message=str(error), error_field=field)
         except Exception:  # one request fails, the worker goes on
             log.exception("request failed", request_id=self._start.request_id)
         finally:
@@ -118,7 +121,12 @@ class Request:
         """Answer with the prompt computed by `ref`. Raises _AttemptFailed when something else is worth trying."""
         [sequence] = self._new_sequences()
         task = PrefillTask(
-            sequence, self._start.cache_salt, self._deadline, list(self._start.sources), self._pace
+            sequence,
+            self._start.cache_salt,
+            self._deadline,
+            list(self._start.sources),
+            self._pace,
+            self._on_prompt_logprobs,
         )
         hand_off = HandOff(self._context, ref, task)
         self._report = hand_off.report  # from now on: an abort asks for what was done so far
@@ -166,19 +174,26 @@ class Request:
     @property
     def _has_split(self) -> bool:
         """Whether some of several choices have tokens, so that one sequence can not stand for all."""
-        return self._num_choices > 1 and any(self._outputs.values())
+        return self._num_choices > 1 and self._has_tokens
+
+    @property
+    def _has_tokens(self) -> bool:
+        return any(self._outputs.values())
 
     def _new_sequences(self) -> list[Sequence]:
         """A new attempt, from all tokens known so far: one sequence for all choices, or one for each that goes on."""
         groups = [range(self._num_choices)]
         if self._has_split:
             groups = [range(c, c + 1) for c in groups[0] if c not in self._over]
+        sampling = self._sampling
+        if self._has_tokens:  # those of the prompt came before them
+            sampling = replace(sampling, prompt_logprobs=None)
         sequences = [
             Sequence(
                 id=f"{self._start.request_id}/{self._num_failed_attempts}/{choices.start}",
                 token_ids=[*self._start.token_ids, *self._outputs[choices.start]],
                 num_prompt_tokens=len(self._start.token_ids),
-                sampling=self._sampling,
+                sampling=sampling,
                 root=self._root,
                 priority=self._start.priority,
                 choices=choices,
@@ -189,6 +204,8 @@ class Request:
         return sequences
 
     async def _num_uncached_tokens(self) -> int:
+        if self._sampling.prompt_logprobs is not None and not self._has_tokens:
+            return len(self._common_token_ids)  # for these the whole prompt is computed
         hashes = self._hashes()
         num_blocks = await self._context.engine.call(lambda engine: engine.num_cached_blocks(hashes))
         return len(self._common_token_ids) - num_blocks * self._context.block_size_tokens
@@ -212,6 +229,21 @@ class Request:
         self._deliver(token.choice, token.token_id, logprobs, reason)
         self._session.flush()
 
+    def _on_prompt_logprobs(self, news: worker_pb2.PromptLogprobs) -> None:
+        """What an earlier attempt has delivered is left out."""
+        num_known = news.first_index - 1 + len(news.entries)
+        num_old = self._num_prompt_logprobs - (news.first_index - 1)
+        asked = self._sampling.prompt_logprobs is not None
+        if not asked or num_old < 0 or num_known >= len(self._start.token_ids):
+            raise TransferFailed(
+                f"log-probabilities of prompt tokens {news.first_index}..{num_known} do not fit"
+            )
+        if num_known > self._num_prompt_logprobs:
+            self._session.add_prompt_logprobs(
+                self._start.request_id, self._num_prompt_logprobs + 1, news.entries[num_old:]
+            )
+            self._num_prompt_logprobs = num_known
+
     def _going_on(self) -> dict[int, int]:
         """The last token of each choice that is not over, by choice."""
         return {
@@ -225,6 +257,8 @@ class Request:
             case NewToken():
                 logprobs = event.logprobs and logprobs_to_proto(event.logprobs)
                 self._deliver(event.choice, event.token_id, logprobs, event.finish_reason)
+            case PromptLogprobs():
+                self._on_prompt_logprobs(prompt_logprobs_to_proto(event.first_index, event.entries))
             case Started() if event.sequence_id == self._sequence_ids[0]:
                 self._report.cached_tokens = event.num_cached_tokens
                 self._pace.started(event.num_cached_tokens)

@@ -7,7 +7,7 @@ answers' own lengths.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from decode_worker.pace import Times
@@ -33,6 +33,7 @@ class End:
 
     error_code: str = ""
     error_message: str = ""
+    error_field: str = ""  # of an INVALID_ARGUMENT
 
 
 @dataclass(slots=True)
@@ -47,13 +48,14 @@ class _News:
     """Of one request."""
 
     choices: dict[int, _Delta] = field(default_factory=dict)
+    prompt_logprobs: worker_pb2.PromptLogprobs | None = None
     end: worker_pb2.SequenceEnd | None = None
 
     def of(self, choice: int) -> _Delta:
         return self.choices.setdefault(choice, _Delta())
 
     def messages(self, request_id: str) -> list[worker_pb2.SequenceDelta]:
-        """At least one; the end is in the last."""
+        """At least one; what is of the prompt is in the first, the end in the last."""
         deltas = [
             worker_pb2.SequenceDelta(
                 request_id=request_id,
@@ -64,6 +66,8 @@ class _News:
             )
             for choice, delta in self.choices.items()
         ] or [worker_pb2.SequenceDelta(request_id=request_id)]
+        if self.prompt_logprobs is not None:
+            deltas[0].prompt_logprobs.CopyFrom(self.prompt_logprobs)
         if self.end is not None:
             deltas[-1].end.CopyFrom(self.end)
         return deltas
@@ -86,6 +90,15 @@ class Session:
         if logprobs is not None:
             delta.logprobs.append(logprobs)
 
+    def add_prompt_logprobs(
+        self, request_id: str, first_index: int, entries: Iterable[inference_pb2.TokenLogprobs]
+    ) -> None:
+        """They follow those that were added before."""
+        news = self._news(request_id)
+        if news.prompt_logprobs is None:
+            news.prompt_logprobs = worker_pb2.PromptLogprobs(first_index=first_index)
+        news.prompt_logprobs.entries.extend(entries)
+
     def add_choice_end(self, request_id: str, choice: int, reason: FinishReason) -> None:
         self._news(request_id).of(choice).finish_reason = reason
 
@@ -93,6 +106,7 @@ class Session:
         self._news(request_id).end = worker_pb2.SequenceEnd(
             error_code=end.error_code,
             error_message=end.error_message,
+            error_field=end.error_field,
             cached_tokens=report.cached_tokens,
             prefill_worker=report.prefill_worker,
             blocks_moved=report.blocks_moved,

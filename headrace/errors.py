@@ -71,7 +71,8 @@ class InvalidRequest(HeadraceError):
         self.field = field
         self.value = value
         self.requirement = requirement
-        super().__init__(f"{field}: {_shown(value)} is not allowed; {requirement}")
+        self.description = f"{_shown(value)} is not allowed; {requirement}"
+        super().__init__(f"{field}: {self.description}")
 
 
 class NotFound(HeadraceError):
@@ -165,8 +166,12 @@ class InternalError(HeadraceError):
 class PeerError(HeadraceError):
     """Another process's answer, passed on with its code."""
 
-    def __init__(self, code: Code, message: str) -> None:
-        self.code = code  # pyright: ignore[reportAttributeAccessIssue] - per instance here, per class elsewhere
+    def __init__(self, code: Code, message: str, field: str = "") -> None:
+        """`field`: what an INVALID_ARGUMENT is about, where the other process said so."""
+        self.field = field
+        # Per instance here, per class elsewhere.
+        self.code = code  # pyright: ignore[reportAttributeAccessIssue]
+        self.retryable = code in {Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED}  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(message)
 
 

@@ -16,7 +16,15 @@ import structlog
 from headrace.block_hash import extend
 from headrace.clock import Deadline
 from headrace.engine.block_pool import NamedBlock
-from headrace.engine.sequence import BlocksReady, Event, Failed, NewToken, Sequence, Started
+from headrace.engine.sequence import (
+    BlocksReady,
+    Event,
+    Failed,
+    NewToken,
+    PromptLogprobs,
+    Sequence,
+    Started,
+)
 from headrace.engine_client import EngineClient
 from headrace.errors import (
     DeadlineExceeded,
@@ -27,7 +35,7 @@ from headrace.errors import (
     StaleBlocks,
     WorkerGone,
 )
-from headrace.rpc.convert import logprobs_to_proto, sampling_from_proto
+from headrace.rpc.convert import logprobs_to_proto, prompt_logprobs_to_proto, sampling_from_proto
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc
 from kv_transfer.leased_reads import ReadContext
 from kv_transfer.metrics import Refusal
@@ -209,6 +217,9 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
                 case BlocksReady():
                     blocks = await self._announcement(event, with_checksums=with_checksums)
                     yield kv_pb2.PrefillEvent(blocks_ready=blocks)
+                case PromptLogprobs():
+                    logprobs = prompt_logprobs_to_proto(event.first_index, event.entries)
+                    yield kv_pb2.PrefillEvent(prompt_logprobs=logprobs)
                 case NewToken():
                     logprobs = event.logprobs and logprobs_to_proto(event.logprobs)
                     token = kv_pb2.FirstToken(token_id=event.token_id, logprobs=logprobs, choice=event.choice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -15,6 +15,7 @@ from headrace.directory.watcher import Watcher
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
+from headrace.rpc.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
 from router.breakers import Breakers, HealthProbe
@@ -28,10 +29,14 @@ from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
 from router.service import InferenceService
 from router.sessions import Sessions
+from router.vllm_service import VllmService
 
 log = structlog.get_logger()
 
-_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+SERVICES = [
+    inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+    vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
+]
 _READINESS_INTERVAL_S = 0.1
 
 
@@ -84,10 +89,8 @@ class Router:
         parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
         door = FrontDoor(parser, self.dispatcher, settings.router.default_timeout_s)
         self.tally = door.tally
-        self._server = RpcServer(settings.rpc, [_SERVICE])
-        inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(door, model), self._server.grpc_server
-        )
+        self._server = RpcServer(settings.rpc, SERVICES)
+        add_services(self._server, door, model, self.view, lambda: self.ready)
         self.metrics.show(self.view, self._watcher, self.tally, self.dispatcher.admission)
         port, self._stop_metrics = serve_metrics(
             self.metrics.registry, settings.rpc.host, settings.telemetry.metrics_port
@@ -148,6 +151,20 @@ class Router:
                 await self._server.set_ready(ready=now_ready)
                 log.info("router readiness", ready=now_ready)
             await asyncio.sleep(_READINESS_INTERVAL_S)
+
+
+def add_services(
+    server: RpcServer,
+    door: FrontDoor,
+    model: ServedModel,
+    view: DirectoryView,
+    is_ready: Callable[[], bool],
+) -> None:
+    """The public gRPC services, before the server starts."""
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+        VllmService(door, model, view, is_ready), server.grpc_server
+    )
 
 
 def _supervised(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

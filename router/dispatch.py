@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import structlog
+import xxhash
 
 from headrace.block_hash import HashRoot, block_hashes
 from headrace.clock import Deadline
@@ -176,10 +177,12 @@ class Dispatcher:
 
     def _request_view(self, request: GenerationRequest, num_tokens: int) -> RequestView:
         settings, ttft_s, itl_s = self._settings, request.ttft_target_s, request.itl_target_s
+        # Equal in all routers: the requests of a session break ties, and are hashed to workers, alike.
+        session = xxhash.xxh3_64_intdigest(request.session_id.encode()) if request.session_id else None
         return RequestView(
             num_prompt_tokens=num_tokens,
-            seed=self._num_requests,
-            prefix_key=hash(tuple(request.token_ids[:_PREFIX_KEY_TOKENS])),
+            seed=self._num_requests if session is None else session,
+            prefix_key=hash(tuple(request.token_ids[:_PREFIX_KEY_TOKENS])) if session is None else session,
             targets=Targets(
                 settings.ttft_target_s if ttft_s is None else ttft_s,
                 settings.itl_target_s if itl_s is None else itl_s,
@@ -238,7 +241,10 @@ class Dispatcher:
         if hashes is None:
             hashes = self._hashes(request, token_ids, block_size, kv_dtype)
         # A worker computes one token at least, so a last block that ends the prompt does not count.
-        matched = self._view.match(hashes[: (len(token_ids) - 1) // block_size])
+        num_usable = (len(token_ids) - 1) // block_size
+        if request.sampling.prompt_logprobs is not None:  # for these the whole prompt is computed
+            num_usable = 0
+        matched = self._view.match(hashes[:num_usable])
         now_s = self.ledger.clock.now()
         peers = [
             (record, self._worker_view(record, matched.get(record.worker_id), now_s))

@@ -51,13 +51,19 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Update:
-    """New text and tokens of one choice. Its last one has `finish_reason`; the last of all choices has `end`."""
+    """New text and tokens of one choice. Its last one has `finish_reason`; the last of all choices has `end`. The first
+    ones may have `prompt_logprobs` alone.
+    """
 
     choice: int
     text: str
     token_ids: list[int]
     logprobs: list[inference_pb2.TokenLogprobs]  # one for each token, where asked for
     finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = (
+        None  # which of the request's own stop token ids or strings ended the choice
+    )
+    prompt_logprobs: worker_pb2.PromptLogprobs | None = None
     end: worker_pb2.SequenceEnd | None = None
 
 
@@ -135,6 +141,7 @@ class RequestRun:
             for _ in range(request.sampling.n)
         ]
         self.progress = progress
+        self.num_prompt_logprobs = 0  # given out
         self.failed_at: set[str] = set()  # incarnations of decode workers
         self._fleet = fleet
         self._dispatch: Dispatch | None = None
@@ -203,7 +210,7 @@ class RequestRun:
     async def _on_delta(self, dispatch: Dispatch, delta: Delta) -> list[Update]:
         if delta.choices:
             self._note_token(dispatch)
-        updates = [
+        updates = self._of_prompt(delta.prompt_logprobs) + [
             self._update(dispatch, number, news)
             for number, news in delta.choices.items()
             if not self.choices[number].is_over  # a stop string ended it, and the worker did not know yet
@@ -229,6 +236,30 @@ class RequestRun:
             dispatch.charge.prefilled()
         self.progress.first_token_at = self.progress.first_token_at or time.monotonic()
 
+    def _of_prompt(self, news: worker_pb2.PromptLogprobs | None) -> list[Update]:
+        """Without what an earlier dispatch has brought."""
+        if news is None:
+            return []
+        num_old = self.num_prompt_logprobs + 1 - news.first_index
+        if num_old < 0:
+            raise InternalError(
+                f"log-probabilities of the prompt are missing before token {news.first_index}"
+            )
+        entries = news.entries[num_old:]
+        if not entries:
+            return []
+        first_index = self.num_prompt_logprobs + 1
+        self.num_prompt_logprobs += len(entries)
+        fresh = worker_pb2.PromptLogprobs(first_index=first_index, entries=entries)
+        return [Update(0, "", [], [], prompt_logprobs=fresh)]
+
+    def _matched_stop(self, choice: ChoiceSoFar) -> int | str | None:
+        """None: the model ended the answer by itself."""
+        if choice.text.matched_stop is not None:
+            return choice.text.matched_stop
+        last = choice.token_ids[-1:]
+        return last[0] if last and last[0] in self.request.sampling.stop_token_ids else None
+
     def _update(self, dispatch: Dispatch, number: int, news: ChoiceDelta) -> Update:
         choice = self.choices[number]
         token_ids, piece = _push(choice.text, news.token_ids)
@@ -241,7 +272,8 @@ class RequestRun:
         self.progress.num_output_tokens += len(token_ids)
         dispatch.charge.generated(len(token_ids))
         choice.is_over = reason is not None
-        return Update(number, piece, token_ids, news.logprobs[: len(token_ids)], reason)
+        matched = self._matched_stop(choice) if reason is FinishReason.STOP else None
+        return Update(number, piece, token_ids, news.logprobs[: len(token_ids)], reason, matched)
 
 
 def _push(text: IncrementalDetokenizer, token_ids: list[int]) -> tuple[list[int], str]:

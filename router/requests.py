@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from headrace.priority import MAX_PRIORITY, MIN_PRIORITY
 from headrace.rpc.convert import LISTS, NUMBERS, grammar_from_proto
 from headrace.rpc.v1 import inference_pb2
 from headrace.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams, check_token_ids, validate
-from headrace.tokenizer import ChatMessage, ChatOptions, Tokenizer, ToolCall
+from headrace.tokenizer import ChatMessage, ChatOptions, IncrementalDetokenizer, Tokenizer, ToolCall
 
 _ROLES = ("system", "user", "assistant", "tool")
 _Json = TypeVar("_Json", list[Any], dict[str, Any])
@@ -51,6 +51,7 @@ class GenerationRequest:
     ttft_target_s: float | None = None  # of its service class; None: it has none
     itl_target_s: float | None = None
     shown_token_ids: frozenset[int] = frozenset()  # control tokens whose name is part of the text
+    session_id: str = ""  # of a conversation
 
 
 class RequestParser:
@@ -71,8 +72,10 @@ class RequestParser:
     ) -> GenerationRequest:
         """Raises InvalidRequest naming the field, or NotFound for another model."""
         self.check_model(message.model)
-        if len(message.request_id.encode()) > _MAX_LABEL_BYTES:
-            raise InvalidRequest("request_id", message.request_id, f"at most {_MAX_LABEL_BYTES} bytes")
+        for name in ("request_id", "session_id"):
+            label = getattr(message, name)
+            if len(label.encode()) > _MAX_LABEL_BYTES:
+                raise InvalidRequest(name, label, f"at most {_MAX_LABEL_BYTES} bytes")
         service_class = self._service_class(message.service_class)
         priority = _priority(message, service_class)
         token_ids = await self._prompt(message)
@@ -91,6 +94,7 @@ class RequestParser:
             ttft_target_s=service_class and service_class.ttft_target_s,
             itl_target_s=service_class and service_class.itl_target_s,
             shown_token_ids=self._shown(message.sampling),
+            session_id=message.session_id,
         )
 
     async def tokenize(self, message: inference_pb2.TokenizeRequest) -> list[int]:
@@ -102,6 +106,20 @@ class RequestParser:
                 return await self._encode_chat(message.chat)
             case _:
                 raise InvalidRequest("input", None, "one of text and chat must be set")
+
+    async def detokenize(self, message: inference_pb2.DetokenizeRequest) -> str:
+        self.check_model(message.model)
+        token_ids, limit = message.token_ids, self._model.max_model_tokens
+        if len(token_ids) > limit:
+            raise InvalidRequest("token_ids", f"{len(token_ids)} ids", f"at most {limit} ids")
+        check_token_ids("token_ids", token_ids, self._model.tokenizer.vocab_size)
+        if len(token_ids) <= _TOKENIZE_INLINE_BYTES:
+            return self._text(token_ids)
+        return await asyncio.to_thread(self._text, token_ids)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        text = IncrementalDetokenizer(self._model.tokenizer)
+        return text.push(token_ids) + text.finish()
 
     def check_model(self, name: str) -> None:
         if name and name != self._model.name:
@@ -166,7 +184,7 @@ class RequestParser:
 
     def _sampling(self, message: inference_pb2.SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         limit = self._model.max_model_tokens
-        names = (*NUMBERS, "logprobs")
+        names = (*NUMBERS, "logprobs", "prompt_logprobs")
         given: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
         given |= {name: tuple(getattr(message, name)) for name in LISTS}
         params = SamplingParams(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
 
-from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
+from headrace.rpc.metadata import CallMetadata, metadata_of
+from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from headrace.sampling_params import FinishReason
 from router.front_door import FrontDoor, Generation
 from router.request_run import Progress, Update
@@ -18,6 +19,8 @@ _REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
+# Of the prompt, in one message: that is at most 300 KB, and clients take 4 MiB if they are not told otherwise.
+_MAX_PROMPT_ENTRIES = 1024
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -28,26 +31,26 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        generation = await self._accepted(request, context)
+        generation = await accepted(self._door, request, context)
         progress = generation.progress
         async with aclosing(generation.updates()) as updates:
             async for update in updates:
-                response = _response(generation.request, update, progress)
-                if progress.explanation is not None:
-                    response.plan.CopyFrom(progress.explanation)
-                    progress.explanation = None
-                yield response
+                for response in _responses(generation, update):
+                    if progress.explanation is not None:
+                        response.plan.CopyFrom(progress.explanation)
+                        progress.explanation = None
+                    yield response
 
     async def Explain(
         self, request: inference_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ExplainResponse:
-        generation = await self._accepted(request.request, context)
+        generation = await accepted(self._door, request.request, context)
         return inference_pb2.ExplainResponse(plan=self._door.dispatcher.explain(generation.request))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
-        await self._door.callers.caller(authorization(context))
+        await self._door.callers.caller(begin(context).authorization)
         model = inference_pb2.Model(
             name=self._model.name,
             max_tokens=self._model.max_model_tokens,
@@ -59,27 +62,42 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
-        await self._door.callers.caller(authorization(context))
+        await self._door.callers.caller(begin(context).authorization)
         return inference_pb2.TokenizeResponse(token_ids=await self._door.parser.tokenize(request))
 
-    async def _accepted(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Generation:
-        remaining_s = cast("float | None", context.time_remaining())
-        return await self._door.accepted(request, authorization(context), remaining_s)
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.DetokenizeResponse:
+        await self._door.callers.caller(begin(context).authorization)
+        return inference_pb2.DetokenizeResponse(text=await self._door.parser.detokenize(request))
 
 
-def authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The call's `authorization` metadata; "" where there is none."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "authorization":
-            return value if isinstance(value, str) else value.decode(errors="replace")
-    return ""
+def begin(context: grpc.aio.ServicerContext[Any, Any], request_id: str = "") -> CallMetadata:
+    """Of a call whose message names `request_id`: its metadata, with an id in any case.
+
+    The id and the trace context go back with the call's end, whatever that is. Not before: a client's retry policy
+    holds only until the first metadata has come.
+    """
+    metadata = metadata_of(context, request_id)
+    context.set_trailing_metadata(metadata.echo())
+    return metadata
 
 
-def _response(
-    request: GenerationRequest, update: Update, progress: Progress
-) -> inference_pb2.GenerateResponse:
+async def accepted(
+    door: FrontDoor, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+) -> Generation:
+    """The request of a call, which then has an id. Raises HeadraceError."""
+    metadata = begin(context, request.request_id)
+    request.request_id = metadata.request_id
+    remaining_s = cast("float | None", context.time_remaining())
+    return await door.accepted(request, metadata.authorization, remaining_s)
+
+
+def _responses(generation: Generation, update: Update) -> Iterator[inference_pb2.GenerateResponse]:
+    request = generation.request
+    if update.prompt_logprobs is not None:
+        yield from _of_prompt(request, update.prompt_logprobs)
+        return
     response = inference_pb2.GenerateResponse(
         request_id=request.label,
         text=update.text,
@@ -89,17 +107,47 @@ def _response(
     )
     if update.finish_reason is not None:
         response.finish_reason = _REASONS[update.finish_reason]
-    if update.end is None:
-        return response
-    end = update.end
+    if isinstance(update.matched_stop, str):
+        response.matched_string = update.matched_stop
+    elif update.matched_stop is not None:
+        response.matched_token_id = update.matched_stop
+    if update.end is not None:
+        _add_end(response, request, update.end, generation.progress)
+    yield response
+
+
+def _of_prompt(
+    request: GenerationRequest, news: worker_pb2.PromptLogprobs
+) -> Iterator[inference_pb2.GenerateResponse]:
+    for start in range(0, len(news.entries), _MAX_PROMPT_ENTRIES):
+        entries = news.entries[start : start + _MAX_PROMPT_ENTRIES]
+        first = news.first_index + start
+        yield inference_pb2.GenerateResponse(
+            request_id=request.label,
+            prompt_logprobs=entries,
+            prompt_token_ids=request.token_ids[first : first + len(entries)],
+        )
+
+
+def _add_end(
+    response: inference_pb2.GenerateResponse,
+    request: GenerationRequest,
+    end: worker_pb2.SequenceEnd,
+    progress: Progress,
+) -> None:
     response.usage.prompt_tokens = len(request.token_ids)
     response.usage.completion_tokens = progress.num_output_tokens
-    # A worker that went on after another's loss may have found tokens of the answer in its cache, too.
-    response.usage.cached_tokens = min(end.cached_tokens, len(request.token_ids))
+    response.usage.cached_tokens = cached_tokens(request, end)
     response.timings.queue_s = progress.planned_at - progress.arrived_at
     response.timings.prefill_s = progress.first_token_at - progress.planned_at
     response.timings.time_to_first_token_s = progress.first_token_at - progress.arrived_at
     response.timings.total_s = progress.ended_at - progress.arrived_at
+    response.timings.worker_queue_s = end.queue_s
+    response.timings.worker_prefill_s = end.prefill_s
+    response.timings.transfer_s = end.transfer_s
+    response.timings.decode_s = progress.ended_at - progress.first_token_at
+    if end.decode_tokens:
+        response.timings.inter_token_s = end.decode_s / end.decode_tokens
     response.hand_off.decode_worker = progress.plan.decode.worker_id if progress.plan else ""
     response.hand_off.prefill_worker = end.prefill_worker
     response.hand_off.blocks_moved = end.blocks_moved
@@ -107,4 +155,8 @@ def _response(
     response.hand_off.transfer_s = end.transfer_s
     response.hand_off.transport = end.transport
     response.hand_off.failed_attempts = end.failed_attempts
-    return response
+
+
+def cached_tokens(request: GenerationRequest, end: worker_pb2.SequenceEnd) -> int:
+    """Of the prompt. A worker that went on after another's loss may have found tokens of the answer in its cache."""
+    return min(end.cached_tokens, len(request.token_ids))

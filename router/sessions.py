@@ -37,6 +37,7 @@ class Delta:
     """What came for one request since it was last asked for, by choice. The last one has `end`."""
 
     choices: dict[int, ChoiceDelta] = field(default_factory=dict)
+    prompt_logprobs: worker_pb2.PromptLogprobs | None = None
     end: worker_pb2.SequenceEnd | None = None
 
 
@@ -83,6 +84,11 @@ class AnswerStream:
             news.logprobs.extend(message.logprobs)
             if message.finish_reason:
                 news.finish_reason = FinishReason(message.finish_reason)
+        if message.HasField("prompt_logprobs"):
+            self._delta.prompt_logprobs = self._delta.prompt_logprobs or worker_pb2.PromptLogprobs(
+                first_index=message.prompt_logprobs.first_index
+            )
+            self._delta.prompt_logprobs.entries.extend(message.prompt_logprobs.entries)
         if message.HasField("end"):
             self._delta.end = message.end
             self.ended = True
@@ -125,7 +131,8 @@ class AnswerStream:
         """As `take`, but a request that failed raises its error, after all its tokens were given out."""
         delta = await self.take()
         if delta.end is not None and delta.end.error_code:
-            error = PeerError(Code(delta.end.error_code), delta.end.error_message)
+            end = delta.end
+            error = PeerError(Code(end.error_code), end.error_message, end.error_field)
             if not delta.choices:
                 raise error
             self.fail(error)

@@ -1,8 +1,8 @@
-"""Generates headrace/rpc/v1 from proto/headrace/v1. Run by `make protos`; `--check` (in `make check`) only compares.
+"""Generates the packages in headrace/rpc from proto. Run by `make protos`; `--check` (in `make check`) only compares.
 
 The protobuf package is headrace.v1, the Python package headrace.rpc.v1: `headrace` itself must stay importable without
-gRPC, and a package called `proto` would collide with proto-plus. protoc derives imports from the protobuf package, so
-they are rewritten here.
+gRPC, and a package called `proto` would collide with proto-plus; `vllm` is vLLM's. protoc derives imports from the
+protobuf package, so they are rewritten here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_DIR = ROOT / "proto"
-GENERATED_DIR = ROOT / "headrace" / "rpc" / "v1"
+# Python package by folder of proto files.
+PACKAGES = {"headrace/v1": "headrace.rpc.v1", "vllm/grpc/engine": "headrace.rpc.vllm"}
+GENERATED_DIRS = [ROOT.joinpath(*package.split(".")) for package in PACKAGES.values()]
 
 _SCRIPTS_DIR = Path(sysconfig.get_path("scripts"))
-_PACKAGE_INIT = '"""Generated from proto/headrace/v1 by `make protos`. Do not edit."""\n'
-_IMPORT = re.compile(r"^from headrace\.v1 import ", re.MULTILINE)
 
 
 def generate() -> dict[str, str]:
-    """File name in GENERATED_DIR to its text. Raises RuntimeError when protoc refuses; it has printed why."""
+    """Path from ROOT to its text. Raises RuntimeError when protoc refuses; it has printed why."""
     sources = sorted(PROTO_DIR.rglob("*.proto"))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -50,16 +50,33 @@ def generate() -> dict[str, str]:
         )
         if protoc.returncode != 0:
             raise RuntimeError(f"protoc failed with status {protoc.returncode}")
-        produced = sorted((Path(folder) / "headrace" / "v1").iterdir())
-        files = {
-            path.name: _IMPORT.sub("from headrace.rpc.v1 import ", path.read_text()) for path in produced
+        return {
+            name: text
+            for protos, package in PACKAGES.items()
+            for name, text in _package(Path(folder), protos, package).items()
         }
-    return {"__init__.py": _PACKAGE_INIT, **files}
+
+
+def _package(folder: Path, protos: str, package: str) -> dict[str, str]:
+    """Its modules, as protoc left them in `folder`, with imports of ours."""
+    imports = re.compile(rf"^from {re.escape(protos.replace('/', '.'))} import ", re.MULTILINE)
+    target = package.replace(".", "/")
+    files = {
+        f"{target}/{path.name}": imports.sub(f"from {package} import ", path.read_text())
+        for path in sorted((folder / protos).iterdir())
+    }
+    marker = f'"""Generated from proto/{protos} by `make protos`. Do not edit."""\n'
+    return {f"{target}/__init__.py": marker, **files}
 
 
 def committed() -> dict[str, str]:
     """The same mapping for what is in the repository now."""
-    return {path.name: path.read_text() for path in sorted(GENERATED_DIR.glob("*.py*")) if path.is_file()}
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for folder in GENERATED_DIRS
+        for path in sorted(folder.glob("*.py*"))
+        if path.is_file()
+    }
 
 
 def stale_files() -> list[str]:
@@ -70,11 +87,12 @@ def stale_files() -> list[str]:
 
 def write() -> None:
     wanted = generate()
-    GENERATED_DIR.mkdir(parents=True, exist_ok=True)
+    for folder in GENERATED_DIRS:
+        folder.mkdir(parents=True, exist_ok=True)
     for name in committed().keys() - wanted.keys():
-        (GENERATED_DIR / name).unlink()
+        (ROOT / name).unlink()
     for name, text in wanted.items():
-        (GENERATED_DIR / name).write_text(text)
+        (ROOT / name).write_text(text)
 
 
 def main() -> int:

@@ -338,8 +338,9 @@ class Engine:
             self._count(chunk)
             self._scheduler.computed(chunk)
             if result.prompt_logprobs:
+                first = 1 + sequence.num_prompt_logprobs
                 sequence.num_prompt_logprobs += len(result.prompt_logprobs)
-                self._events.append(PromptLogprobs(sequence.id, result.prompt_logprobs))
+                self._events.append(PromptLogprobs(sequence.id, first, result.prompt_logprobs))
             if sequence.hold_ttl_s is not None:
                 self._announce_blocks(sequence)
             if samples:

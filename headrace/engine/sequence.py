@@ -182,9 +182,10 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of the prompt's tokens from the second on, in order, as they become known."""
+    """Of the prompt's tokens from the second on, in order, as they become known; all before the first new token."""
 
     sequence_id: str
+    first_index: int  # in the prompt, of the token of `entries[0]`; 1 or more
     entries: Items[TokenLogprobs]
 
 

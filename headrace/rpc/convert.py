@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from headrace.errors import InvalidRequest
@@ -24,6 +25,7 @@ def sampling_to_proto(sampling: SamplingParams) -> worker_pb2.EngineSampling:
         max_tokens=sampling.max_tokens,
         logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
     )
     for name in NUMBERS:
@@ -41,6 +43,7 @@ def sampling_from_proto(message: worker_pb2.EngineSampling) -> SamplingParams:
         max_tokens=message.max_tokens,
         logit_bias=tuple(message.logit_bias.items()),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
         **same,
     )
@@ -65,6 +68,10 @@ def grammar_from_proto(message: inference_pb2.Grammar) -> Grammar:
         return Grammar(GrammarKind.JSON_OBJECT, "")
     text = json.dumps(list(message.choice.texts)) if kind == "choice" else getattr(message, kind)
     return Grammar(GrammarKind(kind), text)
+
+
+def prompt_logprobs_to_proto(first_index: int, entries: Iterable[TokenLogprobs]) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(first_index=first_index, entries=map(logprobs_to_proto, entries))
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:

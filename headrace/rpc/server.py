@@ -13,6 +13,7 @@ from headrace.errors import Unavailable
 from headrace.rpc.status import ErrorInterceptor
 
 _MIN_PING_INTERVAL_MS = 1000
+_MAX_STREAMS = 8192
 
 
 class RpcServer:
@@ -64,6 +65,8 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Of one connection; calls beyond wait at the client. Many more than a router admits.
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
         # Two processes on one port would each answer half of the calls.
         ("grpc.so_reuseport", 0),
     ]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import structlog
+from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 from headrace.errors import (
     Code,
@@ -30,8 +34,14 @@ _MAX_DETAILS_BYTES = 1000
 RETRY_AFTER_KEY = "retry-after-ms"
 # Set on every status that a handler of ours chose. An UNAVAILABLE without it came from the connection itself.
 ANSWERED_KEY = "headrace-answered"
+_CAPITAL = re.compile(r"(?<=.)(?=[A-Z])")
 # Of a LayoutMismatch: the field, its values on the answering side and on the asking one, what would be needed.
 _MISMATCH_KEYS = ("headrace-field", "headrace-answerer-bin", "headrace-asker-bin", "headrace-needed-bin")
+# Of google.rpc's details.
+_DETAILS_KEY = "grpc-status-details-bin"
+_DOMAIN = "headrace"
+_MAX_FIELD = 100  # characters
+_MAX_DESCRIPTION = 200
 
 
 def status_code(code: Code) -> grpc.StatusCode:
@@ -40,14 +50,17 @@ def status_code(code: Code) -> grpc.StatusCode:
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: HeadraceError) -> None:
     """End the call with the error's status. Raises, as `context.abort` does."""
-    metadata: list[tuple[str, str | bytes]] = [(ANSWERED_KEY, "1")]
-    if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
-        metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
+    text = _short(str(error))
+    metadata: list[tuple[str, str | bytes]] = [*(context.trailing_metadata() or ()), (ANSWERED_KEY, "1")]
+    retry_after_s = _retry_after_s(error)
+    if retry_after_s:
+        metadata.append((RETRY_AFTER_KEY, str(int(retry_after_s * 1000))))
     if isinstance(error, LayoutMismatch):
         values = (error.field, *(str(v).encode() for v in (error.ours, error.theirs, error.requirement)))
         metadata += zip(_MISMATCH_KEYS, values, strict=True)
+    metadata += rpc_status.to_status(_rich_status(error, text, retry_after_s)).trailing_metadata
     context.set_trailing_metadata(tuple(metadata))
-    await context.abort(status_code(error.code), _short(str(error)))
+    await context.abort(status_code(error.code), text)
 
 
 def _short(details: str) -> str:
@@ -71,9 +84,51 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> HeadraceError:
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{peer}: {details}")
     known = Code.__members__.get(code.name)
-    return (
-        PeerError(known, f"{peer}: {details}") if known else InternalError(f"{peer}: {code.name}: {details}")
+    if known is None:
+        return InternalError(f"{peer}: {code.name}: {details}")
+    return PeerError(known, f"{peer}: {details}", _field_of(trailing.get(_DETAILS_KEY)))
+
+
+def _field_of(details: str | bytes | None) -> str:
+    """Of a status's details: what its ErrorInfo names."""
+    status, info = status_pb2.Status(), error_details_pb2.ErrorInfo()
+    try:
+        status.ParseFromString(details if isinstance(details, bytes) else b"")
+        for detail in status.details:
+            if detail.Unpack(info):
+                return info.metadata.get("field", "")
+    except DecodeError:  # a stranger's
+        pass
+    return ""
+
+
+def _rich_status(error: HeadraceError, text: str, retry_after_s: float) -> status_pb2.Status:
+    """What clients read from `grpc-status-details-bin`: google.rpc's ErrorInfo, and where they apply BadRequest and
+    RetryInfo.
+    """
+    status = status_pb2.Status(code=status_code(error.code).value[0], message=text)
+    info = error_details_pb2.ErrorInfo(
+        reason=_CAPITAL.sub("_", type(error).__name__).upper(),
+        domain=_DOMAIN,
+        metadata={"retryable": str(error.retryable).lower()},
     )
+    if isinstance(error, InvalidRequest | PeerError) and error.field:
+        description = error.description if isinstance(error, InvalidRequest) else str(error)
+        info.metadata["field"] = error.field[:_MAX_FIELD]
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=info.metadata["field"], description=description[:_MAX_DESCRIPTION]
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    status.details.add().Pack(info)
+    if retry_after_s:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(retry_after_s * 1000))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def _retry_after_s(error: HeadraceError) -> float:
+    return error.retry_after_s if isinstance(error, Overloaded | Unavailable) else 0.0
 
 
 @contextmanager
@@ -103,7 +158,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith("/headrace."):
+        if handler is None or handler_call_details.method.startswith("/grpc."):  # health, reflection
             return handler
         method = handler_call_details.method
         if handler.response_streaming:

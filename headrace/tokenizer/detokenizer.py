@@ -38,7 +38,11 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._strip_space = tokenizer.strips_leading_space
-        self.stopped = False
+        self.matched_stop: str | None = None  # the stop string that has ended the answer
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched_stop is not None
 
     @property
     def can_stop(self) -> bool:
@@ -70,20 +74,22 @@ class IncrementalDetokenizer:
 
     def _take(self, text: str) -> str:
         self._held += text
-        end = self._stop_start()
-        if end is not None:
-            self.stopped = True
+        match = self._first_stop()
+        if match is not None:
+            end, self.matched_stop = match
         else:
             end = len(self._held) - self._num_undecided()
         text, self._held = self._held[:end], self._held[end:]
         return text
 
-    def _stop_start(self) -> int | None:
-        """Where the first stop string starts, if one is complete."""
+    def _first_stop(self) -> tuple[int, str] | None:
+        """Where the first stop string starts, and which it is, if one is complete."""
         matches = [
-            (start + len(stop), start) for stop in self._stop_strings if (start := self._held.find(stop)) >= 0
+            (start + len(stop), start, stop)
+            for stop in self._stop_strings
+            if (start := self._held.find(stop)) >= 0
         ]
-        return min(matches)[1] if matches else None
+        return min(matches)[1:] if matches else None
 
     def _num_undecided(self) -> int:
         """Length of the longest tail that is the beginning of a stop string."""

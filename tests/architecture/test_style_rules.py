@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tools.generate_protos import GENERATED_DIRS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["bench", "headrace", "kv_transfer", "prefill_worker", "decode_worker", "router", "tools"]
-GENERATED_DIR = ROOT / "headrace" / "rpc" / "v1"
 
 # Names that say nothing about what is inside.
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
@@ -22,7 +23,7 @@ LOCAL_DETAILS = re.compile(
 
 def modules() -> list[Path]:
     found = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    return sorted(path for path in found if GENERATED_DIR not in path.parents)
+    return sorted(path for path in found if path.parent not in GENERATED_DIRS)
 
 
 def repository_files() -> list[Path]:

@@ -94,6 +94,8 @@ def test_the_client_of_the_readme_works(cluster):
     )
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
+    assert "INVALID_ARGUMENT: temperature: -1.0 is not allowed" in result.stdout
+    assert "reason INVALID_REQUEST, field temperature" in result.stdout
 
 
 def test_the_curl_commands_of_the_readme_work(cluster):

@@ -36,8 +36,8 @@ _MANY = 300  # entries of a list that is long
 
 
 def mutated(draw: random.Random, message: Message, num_changes: int) -> Message:
-    """`message` itself, changed."""
-    for _ in range(num_changes):
+    """`message` itself, changed if it has fields."""
+    for _ in range(num_changes if message.DESCRIPTOR.fields else 0):
         owner, field = _some_field(draw, message)
         _change(draw, owner, field)
     return message
@@ -63,7 +63,7 @@ def mangled(draw: random.Random, data: bytes) -> bytes:
 def _some_field(draw: random.Random, message: Message) -> tuple[Message, Field]:
     """Of the message, or of one that it holds."""
     field = draw.choice(message.DESCRIPTOR.fields)
-    if _is_single_message(field) and draw.random() < 0.8:
+    if _is_single_message(field) and field.message_type.fields and draw.random() < 0.8:
         return _some_field(draw, getattr(message, field.name))
     return message, field
 

@@ -1,4 +1,4 @@
-"""Random requests to the gRPC door of a whole small fleet: each is answered or refused for what is wrong with it."""
+"""Random requests to the gRPC doors of a whole small fleet: each is answered or refused for what is wrong with it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from headrace.directory.records import Role
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
+from headrace.rpc.vllm import vllm_engine_pb2
 from router.app import Router
 from tests.fuzz.messages import mangled, mutated
 from tests.support.fleet import workers
@@ -22,7 +23,7 @@ TIMEOUT_S = 20.0
 MAX_MESSAGES = 8  # a client that has seen enough leaves
 
 # Of a request that is wrong: never INTERNAL, UNKNOWN, or a deadline that passes.
-DEFINITE = {"OK", "LEFT", "INVALID_ARGUMENT", "NOT_FOUND"}
+DEFINITE = {"OK", "LEFT", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS"}
 
 
 @asynccontextmanager
@@ -62,13 +63,26 @@ def plain(draw: random.Random) -> inference_pb2.GenerateRequest:
     return message
 
 
+def plain_of_vllm(draw: random.Random) -> vllm_engine_pb2.GenerateRequest:
+    message = vllm_engine_pb2.GenerateRequest(stream=draw.random() < 0.5)
+    message.sampling_params.max_tokens = draw.randint(1, 4)
+    if draw.random() < 0.5:
+        message.text = "abc " * draw.randint(1, 12)
+    else:
+        message.tokenized.input_ids.extend(draw.randrange(3, 200) for _ in range(draw.randint(1, 60)))
+    return message
+
+
+DOORS = {
+    "headrace": ("/headrace.v1.Inference/Generate", plain),
+    "vllm": ("/vllm.grpc.engine.VllmEngine/Generate", plain_of_vllm),
+}
+
+
 class Clients:
-    def __init__(self, channel: grpc.aio.Channel, num_requests: int) -> None:
-        self._call = channel.unary_stream(
-            "/headrace.v1.Inference/Generate",
-            request_serializer=lambda data: data,
-            response_deserializer=inference_pb2.GenerateResponse.FromString,
-        )
+    def __init__(self, channel: grpc.aio.Channel, door: str, num_requests: int) -> None:
+        method, self._plain = DOORS[door]
+        self._call = channel.unary_stream(method)  # of bytes
         self._left = iter(range(num_requests))
         self.outcomes: Counter[str] = Counter()
         self.unexpected: list[str] = []
@@ -79,7 +93,7 @@ class Clients:
     async def _one_client(self) -> None:
         for number in self._left:
             draw = random.Random(SEED + number)
-            message = mutated(draw, plain(draw), draw.randint(0, 4))
+            message = mutated(draw, self._plain(draw), draw.randint(0, 4))
             data = message.SerializeToString()
             outcome, details = await self._ask(mangled(draw, data) if draw.random() < 0.2 else data)
             self.outcomes[outcome] += 1
@@ -108,11 +122,12 @@ async def canary(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
 
 
 @pytest.mark.timeout(900)
-async def test_random_requests_are_answered_or_refused(settings, num_requests):
+@pytest.mark.parametrize("door", DOORS)
+async def test_random_requests_are_answered_or_refused(settings, num_requests, door):
     async with fleet(settings) as (_, address), grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         expected = await canary(stub)
-        clients = Clients(channel, num_requests)
+        clients = Clients(channel, door, num_requests)
         await clients.run()
         print(f"seed {SEED}: {dict(clients.outcomes)}")
         assert clients.unexpected == []

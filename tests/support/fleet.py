@@ -20,7 +20,7 @@ from headrace.config import Settings
 from headrace.directory.records import Role
 from headrace.model_config import ModelFiles
 from headrace.rpc.convert import sampling_to_proto
-from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
+from headrace.rpc.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from headrace.sampling_params import SamplingParams
 from kv_transfer.faulty_transport import Faults, FaultyTransport
 from kv_transfer.registry import create_transport
@@ -111,6 +111,7 @@ class Answer:
     def __init__(self) -> None:
         self.choices: defaultdict[int, list[int]] = defaultdict(list)  # token ids
         self.logprobs: defaultdict[int, list[float]] = defaultdict(list)
+        self.prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
         self.finish_reasons: dict[int, str] = {}
         self.end = worker_pb2.SequenceEnd()
         self.started = asyncio.Event()  # the first token is here
@@ -183,6 +184,9 @@ class RouterSession:
                 answer = self._answers[delta.request_id]
                 answer.choices[delta.choice].extend(delta.token_ids)
                 answer.logprobs[delta.choice].extend(entry.logprob for entry in delta.logprobs)
+                if delta.HasField("prompt_logprobs"):
+                    assert delta.prompt_logprobs.first_index == 1 + len(answer.prompt_logprobs)
+                    answer.prompt_logprobs.extend(delta.prompt_logprobs.entries)
                 if delta.token_ids:
                     answer.started.set()
                 if delta.finish_reason:

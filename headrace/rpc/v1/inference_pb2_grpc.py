@@ -50,6 +50,11 @@ class InferenceStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/headrace.v1.Inference/Detokenize',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/headrace.v1.Inference/Explain',
                 request_serializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
@@ -83,6 +88,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """The text of token ids, exactly as Generate would give it for an answer of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """Where Generate would send this request now, and why. Nothing is run.
         """
@@ -107,6 +119,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -196,6 +213,33 @@ class Inference:
             '/headrace.v1.Inference/Tokenize',
             headrace_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Inference/Detokenize',
+            headrace_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

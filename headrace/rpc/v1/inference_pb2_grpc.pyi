@@ -24,6 +24,8 @@ class InferenceStub:
     """The models that this deployment serves."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Token ids of a text or chat, exactly as Generate would see them."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """The text of token ids, exactly as Generate would give it for an answer of them."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
     """Where Generate would send this request now, and why. Nothing is run."""
 
@@ -55,6 +57,14 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.TokenizeRequest, _abc.Awaitable[_inference_pb2.TokenizeResponse]],
     ) -> _abc.Awaitable[_inference_pb2.TokenizeResponse]:
         """Token ids of a text or chat, exactly as Generate would see them."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _aio.ServicerContext[_inference_pb2.DetokenizeRequest, _abc.Awaitable[_inference_pb2.DetokenizeResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.DetokenizeResponse]:
+        """The text of token ids, exactly as Generate would give it for an answer of them."""
 
     @_abc_1.abstractmethod
     def Explain(

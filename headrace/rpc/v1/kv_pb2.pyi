@@ -111,14 +111,16 @@ class PrefillRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., reader: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.EngineSampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ..., checksum: _Optional[bool] = ..., sources: _Optional[_Iterable[_Union[_worker_pb2.Source, _Mapping]]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("started", "blocks_ready", "first_token")
+    __slots__ = ("started", "blocks_ready", "first_token", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_READY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     blocks_ready: BlocksReady
     first_token: FirstToken
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., blocks_ready: _Optional[_Union[BlocksReady, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _worker_pb2.PromptLogprobs
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., blocks_ready: _Optional[_Union[BlocksReady, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_worker_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("cached_tokens",)

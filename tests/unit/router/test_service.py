@@ -14,14 +14,15 @@ from headrace.directory.view import DirectoryView
 from headrace.rpc.channel import open_channel
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.rpc.vllm import vllm_engine_pb2_grpc
 from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
+from router.app import SERVICES, add_services
 from router.breakers import MAX_FAILURES, Breakers, HealthProbe
 from router.dispatch import Dispatcher
 from router.front_door import FrontDoor
 from router.policy import load_policy
 from router.requests import RequestParser, ServedModel
-from router.service import InferenceService
 from router.sessions import Sessions
 from tests.unit.router.test_sessions import RPC, ManualWorker
 
@@ -32,10 +33,12 @@ NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
 
 
 class Front:
-    def __init__(self, stub, worker, door, dispatcher, view, model, address) -> None:
+    def __init__(self, channel, worker, door, dispatcher, view, model, address) -> None:
         self.address = address
         self.door = door
-        self.stub = stub
+        self.channel = channel
+        self.stub = inference_pb2_grpc.InferenceStub(channel)
+        self.vllm = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         self.worker = worker
         self.dispatcher = dispatcher
         self.view = view
@@ -43,7 +46,7 @@ class Front:
 
 
 @asynccontextmanager
-async def front(files, *, with_worker=True, max_prompt_bytes=1000, **router):
+async def front(files, *, with_worker=True, max_prompt_bytes=1000, callers=None, **router):
     model = ServedModel("tiny", files, load_tokenizer(files), files.config.max_model_tokens)
     worker, worker_server = ManualWorker("i1"), RpcServer(RPC, [])
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker_server.grpc_server)
@@ -56,14 +59,13 @@ async def front(files, *, with_worker=True, max_prompt_bytes=1000, **router):
     sessions = Sessions(RPC, view.mark_gone, settings.max_unread_tokens)
     breakers = Breakers(HealthProbe(view, RPC))
     dispatcher = Dispatcher(view, sessions, breakers, load_policy("predicted_time"), model, settings)
-    server = RpcServer(RPC, [])
-    door = FrontDoor(RequestParser(model, max_prompt_bytes, settings.classes), dispatcher, 30.0)
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
+    server = RpcServer(RPC, SERVICES)
+    door = FrontDoor(RequestParser(model, max_prompt_bytes, settings.classes), dispatcher, 30.0, callers)
+    add_services(server, door, model, view, lambda: bool(view.workers))
     address = await server.start()
     channel = open_channel(address, RPC)
     try:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        yield Front(stub, worker, door, dispatcher, view, model, address)
+        yield Front(channel, worker, door, dispatcher, view, model, address)
     finally:
         await channel.close()
         await server.stop(0)

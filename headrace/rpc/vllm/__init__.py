@@ -1,0 +1,1 @@
+"""Generated from proto/vllm/grpc/engine by `make protos`. Do not edit."""
