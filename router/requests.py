@@ -72,7 +72,7 @@ class RequestParser:
     ) -> GenerationRequest:
         """Raises InvalidRequest naming the field, or NotFound for another model."""
         self.check_model(message.model)
-        for name in ("request_id", "session_id"):
+        for name in ("request_id", "session_id", "cache_salt"):
             label = getattr(message, name)
             if len(label.encode()) > _MAX_LABEL_BYTES:
                 raise InvalidRequest(name, label, f"at most {_MAX_LABEL_BYTES} bytes")

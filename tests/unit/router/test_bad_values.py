@@ -36,6 +36,7 @@ SAMPLING = {
     "min_tokens": [-1, 10**18],
     "logprobs": [-1, 21, 10**6],
     "prompt_logprobs": [-1, 21, 10**6],
+    "shown_token_ids": [[VOCAB_SIZE], [1] * 129],
     "n": [0, -1, 65, 10**6, MAX_INT32],
     "grammar": [
         {},
@@ -48,6 +49,7 @@ SAMPLING = {
         *({"lark": lark} for lark in ("", "start: <[5]>", "x" * (16 * KIB + 1))),
     ],
 }
+USER = {"role": "user", "content": "x"}
 EVERY_VALUE_IS_GOOD = {"seed", "ignore_eos"}
 
 REQUESTS = [
@@ -62,10 +64,19 @@ REQUESTS = [
     ("chat.messages", inference_pb2.GenerateRequest(chat={})),
     ("chat.messages[0].role", inference_pb2.GenerateRequest(chat={"messages": [{"role": "robot"}]})),
     ("chat", inference_pb2.GenerateRequest(chat={"messages": [{"role": "user", "content": "x" * 1001}]})),
+    *(
+        (f"chat.{name}", inference_pb2.GenerateRequest(chat={"messages": [USER], name: text}))
+        for name, texts in (
+            ("tools_json", ("[", "{}", "[" * 900)),
+            ("template_variables_json", ("[]", "{", "NaN")),
+        )
+        for text in texts
+    ),
     *(("priority", inference_pb2.GenerateRequest(text="x", priority=p)) for p in (-5, 5, MAX_INT32)),
     ("service_class", inference_pb2.GenerateRequest(text="x", service_class="none of these")),
     ("request_id", inference_pb2.GenerateRequest(text="x", request_id="x" * 257)),
     ("session_id", inference_pb2.GenerateRequest(text="x", session_id="é" * 129)),
+    ("cache_salt", inference_pb2.GenerateRequest(text="x", cache_salt="x" * 10**6)),
 ]
 
 
