@@ -33,6 +33,7 @@ _TEXTS = (
     "x" * 300,
 )
 _MANY = 300  # entries of a list that is long
+_SEVERAL = 20  # messages in one: some are large
 
 
 def mutated(draw: random.Random, message: Message, num_changes: int) -> Message:
@@ -87,7 +88,7 @@ def _extend(draw: random.Random, entries: Any, field: Field) -> None:
     if field.message_type is None:
         entries.extend(_scalar(draw, field) for _ in range(count))
         return
-    for _ in range(count):
+    for _ in range(min(count, _SEVERAL)):
         mutated(draw, entries.add(), 2)
 
 
