@@ -52,11 +52,11 @@ class BlockTable:
         low, high = words[:, 0], words[:, 1]
         asked = None  # all; later the positions in `words` that are still sought
         while len(buckets):
-            same = self._low[buckets] == low[:, None]
-            at = same.argmax(axis=1)
-            found = buckets * _BUCKET_SLOTS + at
-            likely = same[np.arange(len(at)), at]
-            hit = likely & (self._values[found] != 0) & (self._high[found] == high)
+            # `take`: of rows it is six times as fast as brackets.
+            same = self._low.take(buckets, axis=0) == low[:, None]
+            found = buckets * _BUCKET_SLOTS + same.argmax(axis=1)
+            likely = same.any(axis=1)
+            hit = likely & (self._values.take(found) != 0) & (self._high.take(found) == high)
             (doubtful,) = (likely & ~hit).nonzero()
             if len(doubtful):
                 self._find_twins(doubtful, same, hit, found, high)
@@ -69,7 +69,7 @@ class BlockTable:
 
     def values(self, slots: Slots) -> Values:
         """0 for slot -1."""
-        return np.where(slots < 0, np.int32(0), self._values[slots])
+        return np.where(slots < 0, np.int32(0), self._values.take(slots))
 
     def set(self, slots: Slots, values: Values) -> None:
         """Values over 0, at slots that are taken. To remove a digest, `free` its slot."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from headrace.clock import Clock, SystemClock
 from headrace.directory.assumed import DEFAULT_TTL_S, AssumedContent
 from headrace.directory.base import BlockSnapshot
-from headrace.directory.prefix_index import DEFAULT_MAX_BLOCKS, Match, PrefixIndex
+from headrace.directory.prefix_index import DEFAULT_MAX_BLOCKS, Matches, PrefixIndex
 from headrace.directory.records import DirectoryEvent, WorkerRecord
 
 
@@ -30,20 +30,20 @@ class DirectoryView:
     ) -> None:
         self.workers: dict[str, WorkerRecord] = {}
         self.index = PrefixIndex(max_index_blocks)
+        self.version = 0  # of `workers`
         self.num_gaps = 0  # times that an event was missing
         self._clock = clock or SystemClock()
         self._assumed = AssumedContent(assumed_ttl_s, self._clock)
         self._sequences: dict[str, int] = {}  # by worker id: the last event that the index holds
         self._gone_at: dict[tuple[str, str], float] = {}  # (worker id, incarnation) that somebody found dead
 
-    def match(self, hashes: Sequence[bytes]) -> dict[str, Match]:
-        """For each worker that holds the first block or is assumed to: how much of the prompt, see `Match`."""
-        matched = self.index.match(hashes)
+    def match(self, hashes: Sequence[bytes]) -> Matches:
+        """How much of the prompt each worker holds, or is assumed to."""
+        matches = self.index.match(hashes)
         for (worker_id, incarnation), length in self._assumed.runs(hashes).items():
-            reported = matched.get(worker_id, Match(0, 0))
-            if length > reported.num_blocks and self.has(worker_id, incarnation):
-                matched[worker_id] = Match(length, reported.num_device_blocks, length - reported.num_blocks)
-        return matched
+            if self.has(worker_id, incarnation):
+                matches.assume(worker_id, length)
+        return matches
 
     def assume(self, worker_id: str, incarnation: str, hashes: Sequence[bytes]) -> None:
         """The worker is being sent a prompt with these blocks: `match` counts them until they can be in the index."""
@@ -81,11 +81,14 @@ class DirectoryView:
         if known is not None and known.incarnation != record.incarnation:
             self.drop(known.worker_id, known.incarnation)
         self.workers[record.worker_id] = record
+        self.index.place(record.worker_id)
+        self.version += 1
 
     def drop(self, worker_id: str, incarnation: str) -> None:
         """Forget the worker, if it is still this incarnation."""
         if self.has(worker_id, incarnation):
             del self.workers[worker_id]
+            self.version += 1
             self._sequences.pop(worker_id, None)
             self.index.forget(worker_id)
             self._assumed.drop((worker_id, incarnation))
