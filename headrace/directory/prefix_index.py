@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from headrace.directory.block_table import BlockTable, Slots, words_of
 
 DEFAULT_MAX_BLOCKS = 1 << 22
-_FIRST_LOOKUP = 128  # blocks; then four times as many each time: a short match looks at few of a long prompt
+_FIRST_LOOKUP = 128  # blocks; then eight times as many each time: a short match looks at few of a long prompt
 _SET_BYTES = 200  # in two lists and a dictionary, with three integers
 
 Lengths = NDArray[np.int64]
@@ -174,7 +174,7 @@ class PrefixIndex:
                 if number != last:
                     yield start + at, self._sets.bits[number]
                     last = number
-            start, size = start + size, 4 * size
+            start, size = start + size, 8 * size
 
     def _count(self, worker_id: str, num_more: int) -> None:
         self._num_held[worker_id] += num_more
