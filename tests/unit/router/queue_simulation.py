@@ -23,7 +23,7 @@ from headrace.rpc.v1 import worker_pb2
 from router.costs import DecodeCost, FleetCosts, PrefillCost, TransferCost, WorkerCosts
 from router.ledger import Charge, Ledger
 from router.policy import load_policy
-from router.policy.views import ClusterView, Plan, RequestView, Targets, WorkerView
+from router.policy.views import ClusterView, Plan, Pool, RequestView, Targets, WorkerView
 
 BLOCK = 16
 TOKEN_BYTES = 100_000
@@ -204,7 +204,7 @@ class Simulation:
         prefill = tuple(self._view(worker, blocks) for worker in self.prefill)
         decode = tuple(self._view(worker, blocks) for worker in self.decode)
         holders = tuple(view for view in (*prefill, *decode) if view.cached_tokens)
-        return ClusterView(prefill, decode, holders, TOKEN_BYTES, self.costs.transfer)
+        return ClusterView(Pool.of(prefill), Pool.of(decode), holders, TOKEN_BYTES, self.costs.transfer)
 
     def _view(self, worker: Worker, blocks: tuple[int, ...]) -> WorkerView:
         record = worker.record

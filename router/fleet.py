@@ -1,0 +1,137 @@
+"""From the directory's view and the ledger to what a policy sees, without looking at each worker for each request.
+
+    records ── when one changes ──▶ Fleet: who can work with whom, and where in the tables
+    + matches, ledger, costs ── each request, by column ──▶ ClusterView; the view of a worker when it is asked for
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.directory.prefix_index import Matches
+from headrace.directory.records import Role, WorkerRecord
+from headrace.directory.view import DirectoryView
+from router.costs import FleetCosts, WorkerCosts
+from router.ledger import Figures, Ledger
+from router.policy.views import ClusterView, Columns, Pool, WorkerView, cost_row
+
+_Indices = NDArray[np.int64]
+
+_MAX_HOLDERS = 4  # more than a plan can name as sources
+
+
+class Fleet:
+    """Workers of one model that can exchange blocks: of all layouts the one that most have. Good for one `version` of
+    the view.
+    """
+
+    def __init__(self, view: DirectoryView, model_fingerprint: str, ledger: Ledger) -> None:
+        self.version = view.version
+        self.records = [r for r in view.workers.values() if r.model_fingerprint == model_fingerprint]
+        layouts = Counter(_layout(record) for record in self.records if not record.draining)
+        layout = layouts.most_common(1)[0][0] if layouts else None
+        self.peers = [record for record in self.records if _layout(record) == layout]
+        self.places = np.array([view.index.place(record.worker_id) for record in self.peers], np.int64)
+        self.capacities = np.array([r.num_blocks * r.block_size_tokens for r in self.peers], np.float64)
+        kinds = {record.kind: record for record in self.peers}
+        numbers = {kind: number for number, kind in enumerate(kinds)}
+        self.kinds = list(kinds.values())
+        self.kind_of = np.array([numbers[record.kind] for record in self.peers], np.int64)
+        self._ledger = ledger
+        self._rows = ledger.rows(record.incarnation for record in self.peers)
+        self._token_bytes = max((r.block_bytes / r.block_size_tokens for r in self.peers), default=0.0)
+        self._prefill = self._serving(Role.PREFILL)
+        self._decode = self._serving(Role.DECODE, Role.BOTH)
+
+    def cluster(
+        self, matches: Matches, costs: FleetCosts, set_aside: Set[str], failed: Set[str]
+    ) -> ClusterView | None:
+        """None if there is no decode worker. `set_aside`, by incarnation: no candidates. Those that have `failed` this
+        request do not decode while there is another.
+        """
+        decode = self._without(self._decode, set_aside)
+        if not len(decode):
+            return None
+        preferred = self._without(decode, failed)
+        moment = _Moment(self, matches, self._ledger.figures(self._rows), costs)
+        return ClusterView(
+            prefill=moment.pool(self._without(self._prefill, set_aside)),
+            decode=moment.pool(preferred if len(preferred) else decode),
+            holders=moment.holders(),
+            token_bytes=self._token_bytes,
+            transfer=costs.transfer,
+        )
+
+    def _serving(self, *roles: Role) -> _Indices:
+        indices = [n for n, r in enumerate(self.peers) if r.role in roles and not r.draining]
+        return np.array(indices, np.int64)
+
+    def _without(self, indices: _Indices, incarnations: Set[str]) -> _Indices:
+        if not incarnations:
+            return indices
+        return np.array([n for n in indices if self.peers[n].incarnation not in incarnations], np.int64)
+
+
+class _Moment:
+    """All workers of a fleet as they are for one request."""
+
+    def __init__(self, fleet: Fleet, matches: Matches, figures: Figures, costs: FleetCosts) -> None:
+        block_size = fleet.peers[0].block_size_tokens
+        self._fleet = fleet
+        self._figures = figures
+        self._cached = matches.num_blocks.take(fleet.places) * block_size
+        self._reported = matches.num_reported_blocks.take(fleet.places) * block_size
+        self._costs: list[WorkerCosts] = [costs.of(record) for record in fleet.kinds]
+        self._cost_rows = np.array([cost_row(each) for each in self._costs]).T
+        self._loads = np.array(
+            (
+                self._cached,
+                figures.queue_s,
+                figures.active_sequences,
+                figures.active_tokens,
+                fleet.capacities,
+            )
+        )
+
+    def pool(self, indices: _Indices) -> Pool:
+        costs = self._cost_rows
+        if len(self._costs) > 1:
+            costs = costs.take(self._fleet.kind_of.take(indices), axis=1)
+        return Pool(
+            Columns(self._loads.take(indices, axis=1), costs), lambda number: self._view(int(indices[number]))
+        )
+
+    def holders(self) -> tuple[WorkerView, ...]:
+        """Draining ones are among them: their blocks are to be had until they end."""
+        (held,) = self._reported.nonzero()
+        if len(held) > _MAX_HOLDERS:
+            held = held[np.argpartition(self._reported[held], -_MAX_HOLDERS)[-_MAX_HOLDERS:]]
+        views = [self._view(index) for index in held.tolist()]
+        return tuple(sorted(views, key=lambda view: view.reported_tokens, reverse=True))
+
+    def _view(self, index: int) -> WorkerView:
+        record, figures, cached = self._fleet.peers[index], self._figures, int(self._cached[index])
+        return WorkerView(
+            worker_id=record.worker_id,
+            incarnation=record.incarnation,
+            address=record.address,
+            cached_tokens=cached,
+            assumed_tokens=cached - int(self._reported[index]),
+            block_size_tokens=record.block_size_tokens,
+            capacity_tokens=int(self._fleet.capacities[index]),
+            queue_s=float(figures.queue_s[index]),
+            pending_prefill_tokens=int(figures.pending_prefill_tokens[index]),
+            num_requests=int(figures.num_requests[index]),
+            active_sequences=int(figures.active_sequences[index]),
+            active_tokens=int(figures.active_tokens[index]),
+            costs=self._costs[self._fleet.kind_of[index]],
+        )
+
+
+def _layout(record: WorkerRecord) -> tuple[int, str, str]:
+    """What has to be equal for two workers to exchange blocks, as far as records tell."""
+    return record.block_size_tokens, record.kv_dtype, record.transport
