@@ -17,11 +17,11 @@ from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
 from router.costs import FleetCosts, WorkerCosts
 from router.ledger import Figures, Ledger
-from router.policy.views import ClusterView, Columns, Pool, WorkerView, cost_row
+from router.policy.views import MAX_SOURCES, ClusterView, Columns, Pool, WorkerView, cost_row
 
 _Indices = NDArray[np.int64]
 
-_MAX_HOLDERS = 4  # more than a plan can name as sources
+_MAX_HOLDERS = 1 + MAX_SOURCES  # the one that prefills may be among them
 
 
 class Fleet:
@@ -82,18 +82,19 @@ class _Moment:
     def __init__(self, fleet: Fleet, matches: Matches, figures: Figures, costs: FleetCosts) -> None:
         block_size = fleet.peers[0].block_size_tokens
         self._fleet = fleet
-        self._figures = figures
-        self._cached = matches.num_blocks.take(fleet.places) * block_size
-        self._reported = matches.num_reported_blocks.take(fleet.places) * block_size
         self._costs: list[WorkerCosts] = [costs.of(record) for record in fleet.kinds]
         self._cost_rows = np.array([cost_row(each) for each in self._costs]).T
-        self._loads = np.array(
+        self._reported = matches.num_reported_blocks.take(fleet.places) * block_size
+        self._table = np.array(
             (
-                self._cached,
+                matches.num_blocks.take(fleet.places) * block_size,
                 figures.queue_s,
                 figures.active_sequences,
                 figures.active_tokens,
                 fleet.capacities,
+                self._reported,
+                figures.pending_prefill_tokens,
+                figures.num_requests,
             )
         )
 
@@ -101,9 +102,8 @@ class _Moment:
         costs = self._cost_rows
         if len(self._costs) > 1:
             costs = costs.take(self._fleet.kind_of.take(indices), axis=1)
-        return Pool(
-            Columns(self._loads.take(indices, axis=1), costs), lambda number: self._view(int(indices[number]))
-        )
+        columns = Columns(self._table[: Columns.NUM_LOADS].take(indices, axis=1), costs)
+        return Pool(columns, lambda number: self._view(int(indices[number])))
 
     def holders(self) -> tuple[WorkerView, ...]:
         """Draining ones are among them: their blocks are to be had until they end."""
@@ -114,20 +114,23 @@ class _Moment:
         return tuple(sorted(views, key=lambda view: view.reported_tokens, reverse=True))
 
     def _view(self, index: int) -> WorkerView:
-        record, figures, cached = self._fleet.peers[index], self._figures, int(self._cached[index])
+        record = self._fleet.peers[index]
+        cached, queue_s, sequences, tokens, capacity, reported, pending, requests = self._table[
+            :, index
+        ].tolist()
         return WorkerView(
             worker_id=record.worker_id,
             incarnation=record.incarnation,
             address=record.address,
-            cached_tokens=cached,
-            assumed_tokens=cached - int(self._reported[index]),
+            cached_tokens=int(cached),
+            assumed_tokens=int(cached - reported),
             block_size_tokens=record.block_size_tokens,
-            capacity_tokens=int(self._fleet.capacities[index]),
-            queue_s=float(figures.queue_s[index]),
-            pending_prefill_tokens=int(figures.pending_prefill_tokens[index]),
-            num_requests=int(figures.num_requests[index]),
-            active_sequences=int(figures.active_sequences[index]),
-            active_tokens=int(figures.active_tokens[index]),
+            capacity_tokens=int(capacity),
+            queue_s=queue_s,
+            pending_prefill_tokens=int(pending),
+            num_requests=int(requests),
+            active_sequences=int(sequences),
+            active_tokens=int(tokens),
             costs=self._costs[self._fleet.kind_of[index]],
         )
 

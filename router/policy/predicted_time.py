@@ -37,7 +37,7 @@ REUSE = 1.0
 _NEAR = 0.03
 _LOCAL_GAIN = 0.25
 _LOCAL_GAIN_S = 0.01
-_SHORT_LIST = 4
+_SHORT_LIST = 1 + MAX_ALTERNATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def choose(request: RequestView, cluster: ClusterView) -> Plan:
     options = [
         _Option(worker, decode, of_pair(request, cluster, worker, decode, first))
         for decode in _best_decode(request, cluster.decode, random)
-        for worker, first in prefill[:_SHORT_LIST]
+        for worker, first in prefill
     ] + [
         _Option(None, decode, of_local(request, decode, first_token(request, cluster, decode, holder)))
         for decode in _best_local(request, cluster.decode, random)
@@ -100,8 +100,9 @@ def _cheapest(request: RequestView, options: list[_Option], random: Random) -> t
 
 def _closest(request: RequestView, options: list[_Option]) -> list[_Option]:
     """Those that miss the targets least, or nearly so."""
-    least = min(_excess(request, option.prediction) for option in options)
-    return [o for o in options if _excess(request, o.prediction) <= least * (1 + _NEAR)]
+    excess = [_excess(request, option.prediction) for option in options]
+    limit = min(excess) * (1 + _NEAR)
+    return [option for option, missed in zip(options, excess, strict=True) if missed <= limit]
 
 
 def _excess(request: RequestView, prediction: Prediction) -> float:
@@ -116,7 +117,7 @@ def _best_prefill(
     scores = cluster.prefill.columns.queue_s + (1 + REUSE) * prefill_s + fetch_s
     best = [
         (worker, first_token(request, cluster, worker, holder))
-        for worker in ranking.lowest(cluster.prefill, scores, _SHORT_LIST + MAX_ALTERNATES, random)
+        for worker in ranking.lowest(cluster.prefill, scores, _SHORT_LIST, random)
     ]
     return sorted(best, key=lambda entry: entry[0].queue_s + (1 + REUSE) * entry[1][0] + entry[1][1])
 

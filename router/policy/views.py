@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Protocol, overload
 
 import numpy as np
@@ -135,7 +135,15 @@ class Pool(Sequence[WorkerView]):
 
 def cost_row(costs: WorkerCosts) -> tuple[float, ...]:
     """As `Columns` has them."""
-    return *astuple(costs.prefill), *astuple(costs.decode)
+    prefill, decode = costs.prefill, costs.decode
+    return (
+        prefill.base_s,
+        prefill.token_s,
+        prefill.attention_s,
+        decode.base_s,
+        decode.sequence_s,
+        decode.context_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
