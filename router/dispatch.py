@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
+from zlib import crc32
 
 import structlog
 
@@ -73,7 +74,8 @@ class Dispatcher:
         self._model = model
         self._settings = settings
         self._retries = RetryBudget(settings.max_inflight_requests)
-        self._num_requests = 0
+        # Routers that start together must not break ties alike.
+        self._num_requests = crc32(view.router_id.encode())
         self._fleet: Fleet | None = None
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Update]:
@@ -165,7 +167,7 @@ class Dispatcher:
         hashes: Sequence[bytes],
     ) -> Dispatch:
         log.debug("planned", request_id=run.request.label, decode=plan.decode.worker_id, reason=plan.reason)
-        stream = session.start(_start_message(run, plan, holders))
+        stream = session.start(_start_message(run, plan, holders, self._view.router_id))
         resources = ExitStack()
         charge = resources.enter_context(self.ledger.charged(plan, len(run.token_ids)))
         resources.callback(
@@ -270,7 +272,9 @@ def _fitting(request: GenerationRequest, capacity_tokens: int) -> SamplingParams
     return replace(request.sampling, max_tokens=room)
 
 
-def _start_message(run: RequestRun, plan: Plan, holders: list[WorkerView]) -> worker_pb2.StartRequest:
+def _start_message(
+    run: RequestRun, plan: Plan, holders: list[WorkerView], router_id: str
+) -> worker_pb2.StartRequest:
     request = run.request
     return worker_pb2.StartRequest(
         # New for each dispatch: a worker that was given up can still be busy with the one before.
@@ -280,6 +284,7 @@ def _start_message(run: RequestRun, plan: Plan, holders: list[WorkerView]) -> wo
         timeout_s=run.deadline.remaining_s(),
         cache_salt=request.cache_salt,
         priority=request.priority,
+        router_id=router_id,
         prefill_workers=[_ref(worker) for worker in plan.prefill],
         sources=[
             worker_pb2.Source(

@@ -17,7 +17,7 @@ from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
 from router.costs import FleetCosts, WorkerCosts
 from router.ledger import Figures, Ledger
-from router.policy.views import MAX_SOURCES, ClusterView, Columns, Pool, WorkerView, cost_row
+from router.policy.views import MAX_SOURCES, ClusterView, Columns, Floats, Pool, WorkerView, cost_row
 
 _Indices = NDArray[np.int64]
 
@@ -41,6 +41,7 @@ class Fleet:
         numbers = {kind: number for number, kind in enumerate(kinds)}
         self.kinds = list(kinds.values())
         self.kind_of = np.array([numbers[record.kind] for record in self.peers], np.int64)
+        self._view = view
         self._ledger = ledger
         self._rows = ledger.rows(record.incarnation for record in self.peers)
         self._token_bytes = max((r.block_bytes / r.block_size_tokens for r in self.peers), default=0.0)
@@ -57,7 +58,8 @@ class Fleet:
         if not len(decode):
             return None
         preferred = self._without(decode, failed)
-        moment = _Moment(self, matches, self._ledger.figures(self._rows), costs)
+        others = self._view.loads_of_others(self.places)
+        moment = _Moment(self, matches, self._ledger.figures(self._rows), others, costs)
         return ClusterView(
             prefill=moment.pool(self._without(self._prefill, set_aside)),
             decode=moment.pool(preferred if len(preferred) else decode),
@@ -79,8 +81,17 @@ class Fleet:
 class _Moment:
     """All workers of a fleet as they are for one request."""
 
-    def __init__(self, fleet: Fleet, matches: Matches, figures: Figures, costs: FleetCosts) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        matches: Matches,
+        own: Figures,
+        others: NDArray[np.int64],
+        costs: FleetCosts,
+    ) -> None:
+        """`others`: sequences, tokens and pending tokens of other routers."""
         block_size = fleet.peers[0].block_size_tokens
+        sequences, tokens, pending = others
         self._fleet = fleet
         self._costs: list[WorkerCosts] = [costs.of(record) for record in fleet.kinds]
         self._cost_rows = np.array([cost_row(each) for each in self._costs]).T
@@ -88,15 +99,24 @@ class _Moment:
         self._table = np.array(
             (
                 matches.num_blocks.take(fleet.places) * block_size,
-                figures.queue_s,
-                figures.active_sequences,
-                figures.active_tokens,
+                own.queue_s + self._queue_s(sequences, pending),
+                own.active_sequences + sequences,
+                own.active_tokens + tokens,
                 fleet.capacities,
                 self._reported,
-                figures.pending_prefill_tokens,
-                figures.num_requests,
+                own.pending_prefill_tokens + pending,
+                own.num_requests + sequences,
             )
         )
+
+    def _queue_s(self, num_prompts: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> Floats:
+        """Of prompts of which only the sum is known."""
+        if not num_tokens.any():
+            return np.zeros(len(num_tokens))
+        base_s, token_s, attention_s = self._cost_rows[:3].take(self._fleet.kind_of, axis=1)
+        num_prompts = np.maximum(1, num_prompts)
+        each_s = token_s * num_tokens + attention_s * num_tokens * num_tokens / (2 * num_prompts)
+        return np.where(num_tokens > 0, base_s * num_prompts + each_s, 0.0)
 
     def pool(self, indices: _Indices) -> Pool:
         costs = self._cost_rows
