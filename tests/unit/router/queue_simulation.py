@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -55,6 +55,19 @@ class Events:
     lost: float = 0.0  # fraction
 
 
+@dataclass(frozen=True)
+class Prompt:
+    router_id: str
+    num_tokens: int
+    num_computed: int  # here
+    from_s: float
+    until_s: float
+
+    def num_pending(self, now_s: float) -> int:
+        share = (self.until_s - now_s) / (self.until_s - self.from_s)
+        return round(self.num_computed * min(1.0, max(0.0, share)))
+
+
 @dataclass
 class Worker:
     record: WorkerRecord
@@ -66,8 +79,9 @@ class Worker:
     context: int = 0
     changed: set[int] = field(default_factory=set)  # blocks that came or went since the last event
     sequence: int = 1
-    # Of what it was sent, by router: sequences, tokens in their contexts, pending prompt tokens
-    loads: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
+    prompts: list[Prompt] = field(default_factory=list)  # that it has not finished
+    decoding: Counter[str] = field(default_factory=Counter)  # sequences by router
+    decoding_tokens: Counter[str] = field(default_factory=Counter)
 
     def cached_blocks(self, blocks: tuple[int, ...]) -> int:
         return len(list(itertools.takewhile(self.cache.__contains__, blocks)))
@@ -80,23 +94,31 @@ class Worker:
         while len(self.cache) > self.num_blocks:
             self.changed.add(self.cache.popitem(last=False)[0])
 
-    def note(self, router_id: str, sequences: int, tokens: int, pending: int) -> None:
-        """So much more."""
-        self.loads[router_id] = [
-            old + more for old, more in zip(self.loads[router_id], (sequences, tokens, pending), strict=True)
-        ]
-
-    def event(self) -> DirectoryEvent:
+    def event(self, now_s: float) -> DirectoryEvent:
         self.sequence += 1
         stored = {digest(b): Tier.DEVICE for b in self.changed if b in self.cache}
         removed = tuple(digest(b) for b in self.changed if b not in self.cache)
         self.changed.clear()
         return DirectoryEvent(
-            self.record.worker_id, self.record.incarnation, self.sequence, stored, removed, shares=self.shares()
+            self.record.worker_id,
+            self.record.incarnation,
+            self.sequence,
+            stored,
+            removed,
+            shares=self.shares(now_s),
         )
 
-    def shares(self) -> tuple[RouterShare, ...]:
-        return tuple(RouterShare(name, *load) for name, load in self.loads.items() if any(load))
+    def shares(self, now_s: float) -> tuple[RouterShare, ...]:
+        pending: Counter[str] = Counter()
+        prompts = Counter(prompt.router_id for prompt in self.prompts)
+        tokens = Counter(self.decoding_tokens)
+        for prompt in self.prompts:
+            pending[prompt.router_id] += prompt.num_pending(now_s)
+            tokens[prompt.router_id] += prompt.num_tokens
+        return tuple(
+            RouterShare(name, prompts[name] + self.decoding[name], tokens[name], pending[name])
+            for name in sorted(prompts.keys() | +self.decoding)
+        )
 
     def snapshot(self) -> BlockSnapshot:
         """As the directory has it: as of the last event."""
@@ -216,9 +238,10 @@ class Simulation:
     def _publishing(self, worker: Worker) -> Iterator[float]:
         before: tuple[RouterShare, ...] = ()
         while self.num_left:
-            if worker.changed or worker.shares() != before:
-                before = worker.shares()
-                event = worker.event()
+            shares = worker.shares(self.clock.now())
+            if worker.changed or shares != before:
+                before = shares
+                event = worker.event(self.clock.now())
                 for router in self.routers:
                     if self.random.random() >= self.published.lost:
                         arrives_at = self.clock.now() + self.published.delay_s
@@ -270,9 +293,10 @@ class Simulation:
         self.num_tokens += num_tokens
         end.prefill_s, end.prefill_tokens, end.context_tokens = took_s, num_tokens - cached, cached
         end.prefill_worker = chosen.worker_id if plan.prefill else ""
-        worker.note(router_id, 1, num_tokens, num_tokens - cached)
+        prompt = Prompt(router_id, num_tokens, num_tokens - cached, start_s, worker.free_at_s)
+        worker.prompts.append(prompt)
         yield worker.free_at_s
-        worker.note(router_id, -1, -num_tokens, cached - num_tokens)
+        worker.prompts.remove(prompt)
 
     def _decode(
         self, plan: Plan, arrival: Arrival, charge: Charge, end: worker_pb2.SequenceEnd, router_id: str
@@ -288,9 +312,11 @@ class Simulation:
         step_s = TRUE.decode.seconds(worker.batch, worker.context) * self._noise()
         end.mean_batch, end.mean_batch_context_tokens = worker.batch, worker.context
         end.decode_tokens, end.decode_s = arrival.num_output, step_s * arrival.num_output
-        worker.note(router_id, 1, num_tokens, 0)
+        worker.decoding[router_id] += 1
+        worker.decoding_tokens[router_id] += num_tokens
         yield self.clock.now() + end.transfer_s + end.decode_s
-        worker.note(router_id, -1, -num_tokens, 0)
+        worker.decoding[router_id] -= 1
+        worker.decoding_tokens[router_id] -= num_tokens
         charge.generated(arrival.num_output)
         worker.keep(arrival.blocks)
         worker.batch -= 1
