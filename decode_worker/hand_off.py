@@ -270,6 +270,7 @@ class HandOff:
             checksum=reads.verifies,
             sources=self._task.sources,
             priority=sequence.priority,
+            router_id=sequence.origin,
         )
 
     def _note(self, reads: LeasedReads, ready: kv_pb2.BlocksReady) -> None:

@@ -195,6 +195,7 @@ class Request:
                 num_prompt_tokens=len(self._start.token_ids),
                 sampling=sampling,
                 root=self._root,
+                origin=self._start.router_id,
                 priority=self._start.priority,
                 choices=choices,
             )

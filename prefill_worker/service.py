@@ -195,6 +195,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             root=self._root_digest(request.cache_salt),
             hold_ttl_s=request.lease_ttl_s,
             reader=request.reader.incarnation,
+            origin=request.router_id,
             priority=request.priority,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -59,7 +60,9 @@ class Router:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.view = DirectoryView(
-            max_index_blocks=settings.router.max_index_entries, assumed_ttl_s=settings.router.assumed_ttl_s
+            max_index_blocks=settings.router.max_index_entries,
+            assumed_ttl_s=settings.router.assumed_ttl_s,
+            router_id=secrets.token_hex(8),
         )
         self.metrics = RouterMetrics()
         self.address = ""

@@ -58,12 +58,13 @@ class Breakers:
         self._breakers: dict[str, _Breaker] = {}
         self._probing: dict[str, asyncio.Task[None]] = {}
 
-    def allows(self, incarnation: str) -> bool:
-        breaker = self._breakers.get(incarnation)
-        return breaker is None or breaker.state is not _State.OPEN
+    @property
+    def set_aside(self) -> set[str]:
+        """Those that get nothing now."""
+        return {name for name, breaker in self._breakers.items() if breaker.state is _State.OPEN}
 
     def succeeded(self, incarnation: str) -> None:
-        if self.allows(incarnation):
+        if incarnation not in self.set_aside:
             self._breakers.pop(incarnation, None)
 
     def failed(self, incarnation: str) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
+from zlib import crc32
 
 import structlog
 import xxhash
@@ -17,8 +17,6 @@ import xxhash
 from headrace.block_hash import HashRoot, block_hashes
 from headrace.clock import Deadline
 from headrace.config import RouterSettings
-from headrace.directory.prefix_index import Match
-from headrace.directory.records import Role, WorkerRecord
 from headrace.directory.view import DirectoryView
 from headrace.errors import DeadlineExceeded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
@@ -28,6 +26,7 @@ from router.admission import Admission, check_fits
 from router.breakers import Breakers
 from router.costs import FleetCosts
 from router.explain import explained
+from router.fleet import Fleet
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.policy.views import (
@@ -76,11 +75,13 @@ class Dispatcher:
         self._model = model
         self._settings = settings
         self._retries = RetryBudget(settings.max_inflight_requests)
-        self._num_requests = 0
+        # Routers that start together must not break ties alike.
+        self._num_requests = crc32(view.router_id.encode())
+        self._fleet: Fleet | None = None
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Update]:
         """Updates until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
-        check_fits(request, self._records())
+        check_fits(request, self._current_fleet().records)
         async with self.admission.admitted(request) as admitted:
             run = RequestRun(admitted, self._model.tokenizer, self, progress)
             try:
@@ -167,7 +168,7 @@ class Dispatcher:
         hashes: Sequence[bytes],
     ) -> Dispatch:
         log.debug("planned", request_id=run.request.label, decode=plan.decode.worker_id, reason=plan.reason)
-        stream = session.start(_start_message(run, plan, holders))
+        stream = session.start(_start_message(run, plan, holders, self._view.router_id))
         resources = ExitStack()
         charge = resources.enter_context(self.ledger.charged(plan, len(run.token_ids)))
         resources.callback(
@@ -205,11 +206,6 @@ class Dispatcher:
         workers, decode = self._view.workers, plan.decode.worker_id
         self.costs.observe(workers.get(end.prefill_worker or decode), workers.get(decode), end)
 
-    def _records(self) -> list[WorkerRecord]:
-        """Workers that serve this model."""
-        fingerprint = self._model.files.fingerprint
-        return [record for record in self._view.workers.values() if record.model_fingerprint == fingerprint]
-
     def _hashes(
         self, request: GenerationRequest, token_ids: Sequence[int], block_size: int, kv_dtype: str
     ) -> list[bytes]:
@@ -232,61 +228,28 @@ class Dispatcher:
         A decode worker that has failed this request is a candidate only while there is no other. Raises Unavailable
         when there is none at all.
         """
-        records = self._records()
-        layouts = Counter(_layout(record) for record in records if not record.draining)
-        if not layouts:
+        fleet = self._current_fleet()
+        if not fleet.peers:
             raise Unavailable(f"no worker that serves {self._model.name!r} is alive", _RETRY_AFTER_S)
-        layout = layouts.most_common(1)[0][0]
-        block_size, kv_dtype, _ = layout
+        block_size, kv_dtype = fleet.peers[0].block_size_tokens, fleet.peers[0].kv_dtype
         if hashes is None:
             hashes = self._hashes(request, token_ids, block_size, kv_dtype)
         # A worker computes one token at least, so a last block that ends the prompt does not count.
         num_usable = (len(token_ids) - 1) // block_size
         if request.sampling.prompt_logprobs is not None:  # for these the whole prompt is computed
             num_usable = 0
-        matched = self._view.match(hashes[:num_usable])
-        now_s = self.ledger.clock.now()
-        peers = [
-            (record, self._worker_view(record, matched.get(record.worker_id), now_s))
-            for record in records
-            if _layout(record) == layout
-        ]
-        serving = [
-            (record.role, view)
-            for record, view in peers
-            if not record.draining and self._breakers.allows(record.incarnation)
-        ]
-        decode = tuple(view for role, view in serving if role in (Role.DECODE, Role.BOTH))
-        if not decode:
+        matches = self._view.match(hashes[:num_usable])
+        cluster = fleet.cluster(matches, self.costs, self._breakers.set_aside, failed_at)
+        if cluster is None:
             raise Unavailable(
                 f"no decode worker that serves {self._model.name!r} is alive and well", _RETRY_AFTER_S
             )
-        cluster = ClusterView(
-            prefill=tuple(view for role, view in serving if role == Role.PREFILL),
-            decode=tuple(view for view in decode if view.incarnation not in failed_at) or decode,
-            holders=tuple(view for _, view in peers if view.reported_tokens),
-            token_bytes=max(record.block_bytes for record, _ in peers) / block_size,
-            transfer=self.costs.transfer,
-        )
         return cluster, hashes
 
-    def _worker_view(self, record: WorkerRecord, match: Match | None, now_s: float) -> WorkerView:
-        account = self.ledger.of(record.incarnation)
-        return WorkerView(
-            worker_id=record.worker_id,
-            incarnation=record.incarnation,
-            address=record.address,
-            cached_tokens=match.num_blocks * record.block_size_tokens if match else 0,
-            assumed_tokens=match.num_assumed_blocks * record.block_size_tokens if match else 0,
-            block_size_tokens=record.block_size_tokens,
-            capacity_tokens=record.num_blocks * record.block_size_tokens,
-            queue_s=account.queue_s(now_s),
-            pending_prefill_tokens=account.pending_prefill_tokens,
-            num_requests=account.num_requests,
-            active_sequences=account.active_sequences,
-            active_tokens=account.active_tokens,
-            costs=self.costs.of(record),
-        )
+    def _current_fleet(self) -> Fleet:
+        if self._fleet is None or self._fleet.version != self._view.version:
+            self._fleet = Fleet(self._view, self._model.files.fingerprint, self.ledger)
+        return self._fleet
 
 
 def _going_on(run: RequestRun, plan: Plan, cluster: ClusterView) -> Plan:
@@ -315,12 +278,9 @@ def _fitting(request: GenerationRequest, capacity_tokens: int) -> SamplingParams
     return replace(request.sampling, max_tokens=room)
 
 
-def _layout(record: WorkerRecord) -> tuple[int, str, str]:
-    """What has to be equal for two workers to exchange blocks, as far as records tell."""
-    return record.block_size_tokens, record.kv_dtype, record.transport
-
-
-def _start_message(run: RequestRun, plan: Plan, holders: list[WorkerView]) -> worker_pb2.StartRequest:
+def _start_message(
+    run: RequestRun, plan: Plan, holders: list[WorkerView], router_id: str
+) -> worker_pb2.StartRequest:
     request = run.request
     return worker_pb2.StartRequest(
         # New for each dispatch: a worker that was given up can still be busy with the one before.
@@ -330,6 +290,7 @@ def _start_message(run: RequestRun, plan: Plan, holders: list[WorkerView]) -> wo
         timeout_s=run.deadline.remaining_s(),
         cache_salt=request.cache_salt,
         priority=request.priority,
+        router_id=router_id,
         prefill_workers=[_ref(worker) for worker in plan.prefill],
         sources=[
             worker_pb2.Source(

@@ -7,9 +7,12 @@ over ──▶ nothing is left
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.clock import Clock, SystemClock
 from router.policy.views import Plan
@@ -29,17 +32,17 @@ class Account:
     active_tokens: int = 0
     num_requests: int = 0
 
+    @property
+    def head_s(self) -> float:
+        return next(iter(self.prefills_s.values()), 0.0)
+
     def queue_s(self, now_s: float) -> float:
         """Predicted time until all of it is prefilled. What has run longer than predicted counts as nearly over."""
-        if not self.prefills_s:
-            return 0.0
-        head_s = next(iter(self.prefills_s.values()))
-        return max(0.0, self.pending_prefill_s - min(head_s, now_s - self.head_since_s))
+        return max(0.0, self.pending_prefill_s - min(self.head_s, now_s - self.head_since_s))
 
     def add_prefill(self, key: object, seconds: float, num_tokens: int, now_s: float) -> None:
         if not self.prefills_s:
             self.head_since_s = now_s
-            self.pending_prefill_s = 0.0  # rounding errors do not pile up
         self.prefills_s[key] = seconds
         self.pending_prefill_s += seconds
         self.pending_prefill_tokens += num_tokens
@@ -49,7 +52,20 @@ class Account:
         if next(iter(self.prefills_s)) is key:
             self.head_since_s = now_s
         self.pending_prefill_s -= self.prefills_s.pop(key)
+        if not self.prefills_s:
+            self.pending_prefill_s = 0.0  # rounding errors do not pile up
         self.pending_prefill_tokens -= num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of several accounts, [n] each."""
+
+    queue_s: NDArray[np.float64]
+    pending_prefill_tokens: NDArray[np.float64]
+    num_requests: NDArray[np.float64]
+    active_sequences: NDArray[np.float64]
+    active_tokens: NDArray[np.float64]
 
 
 class Charge:
@@ -71,6 +87,8 @@ class Charge:
         decode.active_tokens += num_prompt_tokens
         decode.active_sequences += 1
         decode.num_requests += self._decode != self._prefill
+        ledger.note(self._prefill)
+        ledger.note(self._decode)
 
     def prefilled(self) -> None:
         """The first token is here: nothing of the prompt is pending any more."""
@@ -79,13 +97,13 @@ class Charge:
         self._is_prefilled = True
         account = self._ledger.accounts[self._prefill]
         account.end_prefill(self, self._prefill_tokens, self._ledger.clock.now())
-        if self._prefill != self._decode:
-            account.num_requests -= 1
-            self._ledger.tidy(self._prefill)
+        account.num_requests -= self._prefill != self._decode
+        self._ledger.note(self._prefill)
 
     def generated(self, num_tokens: int) -> None:
         self._ledger.accounts[self._decode].active_tokens += num_tokens
         self._active_tokens += num_tokens
+        self._ledger.note(self._decode)
 
     def close(self) -> None:
         self.prefilled()
@@ -93,18 +111,24 @@ class Charge:
         account.active_tokens -= self._active_tokens
         account.active_sequences -= 1
         account.num_requests -= 1
-        self._ledger.tidy(self._decode)
+        self._ledger.note(self._decode)
 
 
 _NOTHING = Account()
 
 
+_FIRST_ROWS = 64
+
+
 class Ledger:
-    """Accounts by incarnation. Exactly empty when nothing is in flight."""
+    """Accounts by incarnation. Exactly empty when nothing is in flight. The same figures by row, for all at once."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
         self.accounts: dict[str, Account] = {}
+        self._rows: dict[str, int] = {}  # by incarnation
+        self._free_rows: list[int] = []
+        self._figures = np.zeros((_FIRST_ROWS, 7))  # as `note` writes them
 
     def of(self, incarnation: str) -> Account:
         """To be read only."""
@@ -113,10 +137,41 @@ class Ledger:
     def account(self, incarnation: str) -> Account:
         return self.accounts.setdefault(incarnation, Account())
 
-    def tidy(self, incarnation: str) -> None:
-        """Workers come and go; their accounts must not pile up."""
-        if not self.accounts[incarnation].num_requests:
+    def note(self, incarnation: str) -> None:
+        """Its account has changed. One with nothing in flight goes: workers come and go, and it must not pile up."""
+        account = self.accounts[incarnation]
+        self._figures[self._row(incarnation)] = (
+            account.pending_prefill_s,
+            account.head_s,
+            account.head_since_s,
+            account.pending_prefill_tokens,
+            account.num_requests,
+            account.active_sequences,
+            account.active_tokens,
+        )
+        if not account.num_requests:
             del self.accounts[incarnation]
+
+    def rows(self, incarnations: Iterable[str]) -> NDArray[np.int64]:
+        """Where `figures` finds these. Until the next call: rows of others that have nothing in flight are given up."""
+        wanted = list(incarnations)
+        for incarnation in self._rows.keys() - self.accounts.keys() - set(wanted):
+            self._free_rows.append(self._rows.pop(incarnation))
+        return np.array([self._row(incarnation) for incarnation in wanted], np.int64)
+
+    def figures(self, rows: NDArray[np.int64]) -> Figures:
+        pending_s, head_s, head_since_s, *others = self._figures.take(rows, axis=0).T
+        drained_s = np.minimum(head_s, self.clock.now() - head_since_s)
+        return Figures(np.maximum(0.0, pending_s - drained_s), *others)
+
+    def _row(self, incarnation: str) -> int:
+        row = self._rows.get(incarnation)
+        if row is None:
+            row = self._free_rows.pop() if self._free_rows else len(self._rows)
+            self._rows[incarnation] = row
+            if row == len(self._figures):
+                self._figures = np.concatenate((self._figures, np.zeros_like(self._figures)))
+        return row
 
     @property
     def pending_prefill_tokens(self) -> dict[str, int]:

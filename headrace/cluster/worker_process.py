@@ -12,7 +12,7 @@ import asyncio
 import os
 import platform
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
@@ -32,13 +32,14 @@ from headrace.cluster.neighbours import Neighbours
 from headrace.cluster.worker_metrics import WorkerCollector
 from headrace.config import Settings
 from headrace.directory.publisher import Publisher
-from headrace.directory.records import Role, WorkerLoad, WorkerRecord
+from headrace.directory.records import Role, RouterShare, WorkerLoad, WorkerRecord
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.engine.block_pool import BlockPool, NamedBlock
 from headrace.engine.disk_tier import BlockLayout, DiskTier
 from headrace.engine.engine import Engine
 from headrace.engine.kv_memory import KvMemory
 from headrace.engine.load import load_runner
+from headrace.engine.scheduler import Share
 from headrace.engine.sequence import Constraint
 from headrace.engine.structured import GrammarCompiler
 from headrace.engine_client import EngineClient
@@ -70,6 +71,7 @@ _SERVER_GRACE_S = 1.0
 _DISK_CLOSE_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
 _MAX_HOLDS_SHOWN = 100
+_MAX_SHARES = 64  # routers that are told apart in the published load
 _ACCOUNT = tuple(field.name for field in worker_pb2.BlockAccount.DESCRIPTOR.fields)  # as in PoolAudit
 
 MakeTransport = Callable[[str, str, Sequence[BlockRegion]], Transport]  # name, incarnation, regions
@@ -356,6 +358,7 @@ class WorkerProcess:
                 free_blocks=load.free_blocks,
                 cached_blocks=load.cached_blocks,
                 prefill_tokens_per_s=load.prefill_tokens_per_s,
+                shares=_by_router(self._core.shares()),
             ),
             block_bytes=self._cache.block_bytes,
             kind=self._kind(),
@@ -389,6 +392,28 @@ class WorkerProcess:
             ],
             blocks=worker_pb2.BlockAccount(**{name: getattr(audit, name) for name in _ACCOUNT}),
         )
+
+
+def _by_router(shares: Mapping[str, Share]) -> tuple[RouterShare, ...]:
+    """The largest; of the others the sum."""
+    each = sorted(
+        (
+            RouterShare(origin, share.num_sequences, share.num_tokens, share.num_tokens_to_compute)
+            for origin, share in shares.items()
+        ),
+        key=lambda share: (share.num_pending_tokens, share.num_tokens, share.router_id),
+        reverse=True,
+    )
+    told, others = each[:_MAX_SHARES], each[_MAX_SHARES:]
+    if not others:
+        return tuple(told)
+    rest = RouterShare(
+        "",
+        sum(share.num_sequences for share in others),
+        sum(share.num_tokens for share in others),
+        sum(share.num_pending_tokens for share in others),
+    )
+    return (*told, rest)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -21,6 +21,7 @@ Slots = NDArray[np.int64]
 Values = NDArray[np.int32]
 
 _BUCKET_SLOTS = 8
+_BYTE_NUMBERS = np.uint64(sum(byte << 8 * (7 - byte) for byte in range(8)))  # times 256**b: b is the highest byte
 _FIRST_BUCKETS = 1 << 7
 _MAX_FILL = 0.7
 _GROWTH_PIECE = 1 << 14
@@ -52,11 +53,13 @@ class BlockTable:
         low, high = words[:, 0], words[:, 1]
         asked = None  # all; later the positions in `words` that are still sought
         while len(buckets):
-            same = self._low[buckets] == low[:, None]
-            at = same.argmax(axis=1)
-            found = buckets * _BUCKET_SLOTS + at
-            likely = same[np.arange(len(at)), at]
-            hit = likely & (self._values[found] != 0) & (self._high[found] == high)
+            # `take`: of rows it is six times as fast as brackets.
+            same = self._low.take(buckets, axis=0) == low[:, None]
+            rows = same.view("<u8")[:, 0]  # a byte for each slot
+            likely = rows != 0
+            first = rows & (~rows + np.uint64(1))  # its lowest byte that is set, alone
+            found = buckets * _BUCKET_SLOTS + ((first * _BYTE_NUMBERS) >> np.uint64(56)).astype(np.int64)
+            hit = likely & (self._values.take(found) != 0) & (self._high.take(found) == high)
             (doubtful,) = (likely & ~hit).nonzero()
             if len(doubtful):
                 self._find_twins(doubtful, same, hit, found, high)
@@ -69,7 +72,7 @@ class BlockTable:
 
     def values(self, slots: Slots) -> Values:
         """0 for slot -1."""
-        return np.where(slots < 0, np.int32(0), self._values[slots])
+        return np.where(slots < 0, np.int32(0), self._values.take(slots))
 
     def set(self, slots: Slots, values: Values) -> None:
         """Values over 0, at slots that are taken. To remove a digest, `free` its slot."""

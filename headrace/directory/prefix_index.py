@@ -1,42 +1,70 @@
 """Which worker holds which block, for the longest-prefix question of every request. Owned by the view.
 
-    block hash ──▶ number of a set of holders ──▶ bit set (an int; three bits for each worker's place, see `_bits_of`)
+    block hash ──▶ number of a set of holders ──▶ bit set (an int; a bit for each worker's place)
 
 Blocks of one prefix have the same holders, so there are few different sets, and each is kept once. What is left for
 a block is its digest and a number, in flat arrays. Digests are whole: nothing here is approximate.
 
 Block hashes are chained: a worker that holds block k of a prompt but not block k - 1 can use neither. So only
 the contiguous run from the first block counts. What a worker holds below its device counts as well, since it comes back
-by copy; how much of the run is on the device is told apart.
+by copy, which costs next to nothing beside computing it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.directory.block_table import BlockTable, Slots, Values, words_of
-from headrace.tier import Tier
+from headrace.directory.block_table import BlockTable, Slots, words_of
 
 DEFAULT_MAX_BLOCKS = 1 << 22
-_FIRST_LOOKUP = 128  # blocks; then four times as many each time: a short match looks at few of a long prompt
-_BITS = 3  # of a worker: holds it, on the device, on disk
+_FIRST_LOOKUP = 128  # blocks; then eight times as many each time: a short match looks at few of a long prompt
 _SET_BYTES = 200  # in two lists and a dictionary, with three integers
-_HOLDS, _ON_DEVICE, _ON_DISK = 0b001, 0b010, 0b100
+
+Lengths = NDArray[np.int64]
 
 
 class Match(NamedTuple):
     """How much of a prompt a worker holds, in blocks from the first on, without a hole."""
 
     num_blocks: int  # in any tier, assumed ones included
-    num_device_blocks: int  # of them the first so many are on the device
-    num_assumed_blocks: int = (
-        0  # of `num_blocks` the last so many were sent there and not reported by the worker yet
-    )
+    num_assumed_blocks: int = 0  # of them the last so many were sent there and not reported by the worker yet
+
+
+class Matches(Mapping[str, Match]):
+    """By worker id, for those that hold the first block. Good until the next change of the index.
+
+    The arrays are by place in the index: of a thousand workers, the reader looks at few.
+    """
+
+    def __init__(self, places: Mapping[str, int], num_blocks: Lengths) -> None:
+        self.num_blocks = num_blocks
+        self.num_reported_blocks = num_blocks
+        self._places = places
+
+    def assume(self, worker_id: str, num_blocks: int) -> None:
+        """The worker has at least so many."""
+        if self.num_blocks is self.num_reported_blocks:
+            self.num_blocks = self.num_blocks.copy()
+        place = self._places[worker_id]
+        self.num_blocks[place] = max(num_blocks, self.num_blocks[place])
+
+    def __getitem__(self, worker_id: str) -> Match:
+        place = self._places[worker_id]
+        length = int(self.num_blocks[place])
+        if not length:
+            raise KeyError(worker_id)
+        return Match(length, length - int(self.num_reported_blocks[place]))
+
+    def __iter__(self) -> Iterator[str]:
+        return (worker_id for worker_id, place in self._places.items() if self.num_blocks[place])
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.num_blocks))
 
 
 class PrefixIndex:
@@ -55,7 +83,7 @@ class PrefixIndex:
         self._sets = _HolderSets()
         self._num_held: Counter[str] = Counter()  # blocks by worker id
         self._places: dict[str, int] = {}  # of workers in the bit sets
-        self._names: dict[int, str] = {}  # the inverse of _places
+        self._free_places: list[int] = []
 
     def __len__(self) -> int:
         """Number of different blocks."""
@@ -65,36 +93,35 @@ class PrefixIndex:
     def num_bytes(self) -> int:
         return self._table.num_bytes + self._sets.num_bytes
 
-    def blocks(self, worker_id: str) -> dict[bytes, Tier]:
+    def blocks(self, worker_id: str) -> set[bytes]:
         """Costs a pass over the index, as `replace` and `forget` do."""
         if not self._num_held[worker_id]:
-            return {}
-        place = self._places[worker_id]
-        slots, numbers = self._held(place)
-        tiers = {number: _tier(self._sets.bits[number] >> _BITS * place) for number in set(numbers.tolist())}
-        return dict(zip(self._table.digests(slots), map(tiers.__getitem__, numbers.tolist()), strict=True))
+            return set()
+        return set(self._table.digests(self._held(self._places[worker_id])))
 
-    def store(self, worker_id: str, blocks: Mapping[bytes, Tier]) -> None:
-        """The worker holds these now, each in that tier and in no nearer one."""
-        place = self._place(worker_id)
-        if not blocks:
+    def place(self, worker_id: str) -> int:
+        """Of the worker, from now on until it is forgotten: a small number."""
+        place = self._places.get(worker_id)
+        if place is None:
+            place = self._free_places.pop() if self._free_places else len(self._places)
+            self._places[worker_id] = place
+        return place
+
+    def store(self, worker_id: str, hashes: Iterable[bytes]) -> None:
+        """The worker holds these, too."""
+        bit = 1 << self.place(worker_id)
+        hashes = dict.fromkeys(hashes)
+        if not hashes:
             return
-        words = words_of(blocks)
-        tiers = np.fromiter(blocks.values(), np.uint8, len(blocks))
+        words = words_of(hashes)
         slots = self._table.find(words)
-        clear = ~_bits_of(place, _HOLDS | _ON_DEVICE | _ON_DISK)
-        for tier in set(tiers.tolist()):
-            bits = _bits_of(place, _TIER_BITS[tier])
-            known = slots[(tiers == tier) & (slots >= 0)]
-            self._change(worker_id, known, lambda holders, bits=bits: (holders & clear) | bits)
+        self._change(worker_id, slots[slots >= 0], set_bits=bit)
         unknown = (slots < 0).nonzero()[0][: self._max_blocks - len(self._table)]
         self.num_dropped += int((slots < 0).sum()) - len(unknown)
-        numbers = np.zeros(len(unknown), np.int32)
-        for tier, count in Counter(tiers[unknown].tolist()).items():
-            number = self._sets.take(_bits_of(place, _TIER_BITS[tier]), count)
-            numbers[tiers[unknown] == tier] = number
-        self._table.put(words[unknown], numbers)
-        self._count(worker_id, len(unknown))
+        if len(unknown):
+            number = self._sets.take(bit, len(unknown))
+            self._table.put(words[unknown], np.full(len(unknown), number, np.int32))
+            self._count(worker_id, len(unknown))
 
     def remove(self, worker_id: str, hashes: Iterable[bytes]) -> None:
         """Hashes that the worker does not hold are passed over."""
@@ -102,27 +129,27 @@ class PrefixIndex:
             slots = self._table.find(words_of(dict.fromkeys(hashes)))
             self._take_out(worker_id, slots[slots >= 0])
 
-    def replace(self, worker_id: str, blocks: Mapping[bytes, Tier]) -> None:
+    def replace(self, worker_id: str, hashes: Iterable[bytes]) -> None:
         """The worker holds exactly these."""
+        hashes = list(hashes)
         if self._num_held[worker_id]:
-            slots, _ = self._held(self._places[worker_id])
-            self._take_out(worker_id, np.setdiff1d(slots, self._table.find(words_of(blocks))))
-        self.store(worker_id, blocks)
+            slots = self._held(self._places[worker_id])
+            self._take_out(worker_id, np.setdiff1d(slots, self._table.find(words_of(hashes))))
+        self.store(worker_id, hashes)
 
     def forget(self, worker_id: str) -> None:
         if self._num_held[worker_id]:
-            self._take_out(worker_id, self._held(self._places[worker_id])[0])
+            self._take_out(worker_id, self._held(self._places[worker_id]))
         self._num_held.pop(worker_id, None)
         place = self._places.pop(worker_id, None)
         if place is not None:
-            del self._names[place]
+            self._free_places.append(place)
 
-    def match(self, hashes: Sequence[bytes]) -> dict[str, Match]:
-        """For each worker that holds the first block."""
-        lengths = np.zeros(
-            _BITS * (max(self._names, default=0) + 1), np.int64
-        )  # by bit: blocks in a row that have it
-        following = -1  # bits that all blocks so far have
+    def match(self, hashes: Sequence[bytes]) -> Matches:
+        """How many blocks in a row, from the first on, each worker holds."""
+        num_places = len(self._places) + len(self._free_places)
+        lengths = np.zeros(num_places, np.int64)
+        following = (1 << num_places) - 1  # those that hold all blocks so far
         for position, holders in self._runs(hashes):
             lost = following & ~holders
             following &= holders
@@ -132,11 +159,7 @@ class PrefixIndex:
                 break
         if hashes and following:
             _note(lengths, following, len(hashes))
-        (places,) = lengths[0::_BITS].nonzero()
-        matches = zip(lengths[0::_BITS][places].tolist(), lengths[1::_BITS][places].tolist(), strict=True)
-        return {
-            self._names[place]: Match(*match) for place, match in zip(places.tolist(), matches, strict=True)
-        }
+        return Matches(self._places, lengths)
 
     def _runs(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, int]]:
         """Where the holders change along the prompt: position, and who holds the block there and those behind it."""
@@ -151,40 +174,30 @@ class PrefixIndex:
                 if number != last:
                     yield start + at, self._sets.bits[number]
                     last = number
-            start, size = start + size, 4 * size
-
-    def _place(self, worker_id: str) -> int:
-        place = self._places.get(worker_id)
-        if place is None:
-            place = next(free for free in range(len(self._names) + 1) if free not in self._names)
-            self._places[worker_id], self._names[place] = place, worker_id
-        return place
+            start, size = start + size, 8 * size
 
     def _count(self, worker_id: str, num_more: int) -> None:
         self._num_held[worker_id] += num_more
         self.num_entries += num_more
 
-    def _held(self, place: int) -> tuple[Slots, Values]:
-        """Slots and set numbers of the blocks that the worker at this place holds."""
+    def _held(self, place: int) -> Slots:
+        """Slots of the blocks that the worker at this place holds."""
         slots, numbers = self._table.entries()
-        mask = self._sets.with_bit(_BITS * place)[numbers]
-        return slots[mask], numbers[mask]
+        return slots[self._sets.with_bit(place)[numbers]]
 
     def _take_out(self, worker_id: str, slots: Slots) -> None:
-        clear = ~_bits_of(self._places[worker_id], _HOLDS | _ON_DEVICE | _ON_DISK)
-        self._change(worker_id, slots, lambda holders: holders & clear)
+        self._change(worker_id, slots, clear_bits=1 << self._places[worker_id])
 
-    def _change(self, worker_id: str, slots: Slots, change: Callable[[int], int]) -> None:
-        """Give the blocks at these slots, all taken and different, the holders that `change` makes of theirs."""
+    def _change(self, worker_id: str, slots: Slots, *, set_bits: int = 0, clear_bits: int = 0) -> None:
+        """Of the holders of the blocks at these slots, all taken and different."""
         if not len(slots):
             return
-        holds = _bits_of(self._places[worker_id], _HOLDS)
         numbers, which, counts = np.unique(self._table.values(slots), return_inverse=True, return_counts=True)
         changed = np.zeros(len(numbers), np.int32)
         for i, (number, count) in enumerate(zip(numbers.tolist(), counts.tolist(), strict=True)):
             before = self._sets.bits[number]
-            after = change(before)
-            self._count(worker_id, count * (bool(after & holds) - bool(before & holds)))
+            after = (before | set_bits) & ~clear_bits
+            self._count(worker_id, count * (after.bit_count() - before.bit_count()))
             changed[i] = self._sets.take(after, count) if after else 0
             self._sets.give_back(number, count)
         values = changed[which]
@@ -233,20 +246,7 @@ class _HolderSets:
         return np.fromiter((bits >> bit & 1 for bits in self.bits), np.bool_, len(self.bits))
 
 
-_TIER_BITS = {Tier.DEVICE: _HOLDS | _ON_DEVICE, Tier.HOST: _HOLDS, Tier.DISK: _HOLDS | _ON_DISK}
-
-
-def _bits_of(place: int, bits: int) -> int:
-    return bits << _BITS * place
-
-
-def _tier(bits: int) -> Tier:
-    if bits & _ON_DEVICE:
-        return Tier.DEVICE
-    return Tier.DISK if bits & _ON_DISK else Tier.HOST
-
-
-def _note(lengths: NDArray[np.int64], mask: int, length: int) -> None:
+def _note(lengths: Lengths, mask: int, length: int) -> None:
     """Write the length for each bit of the mask."""
     if mask.bit_count() > 16:  # from here on unpacking is faster than one bit at a time
         data = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)

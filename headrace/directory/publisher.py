@@ -1,6 +1,6 @@
 """A worker's voice in the directory: its record, and which blocks it holds in which tier. Runs on its event loop.
 
-    engine step ─▶ add(stored, removed) ─▶ pending changes ── every publish_interval_s ─▶ directory
+    engine step ─▶ add(stored, removed) ─▶ pending changes, load by router ── every publish_interval_s ─▶ directory
 
 The set of own blocks is the truth. Whenever the directory may not agree with it (first publish, failed write,
 emptied or older Redis, expired record) the whole set is registered anew. Nothing else is remembered of an
@@ -155,7 +155,8 @@ class Publisher:
         """Publish pending changes. Returns False if the directory is not where we left it."""
         assert self._published is not None
         news = replace(record, load=self._published.load) != self._published
-        if not (news or self._pending or self._refresh_due()):
+        shares = record.load.shares if record.load.shares != self._published.load.shares else None
+        if not (news or shares is not None or self._pending or self._refresh_due()):
             return True
         pending, self._pending = self._pending, {}
         whole = news or len(pending) > _MAX_EVENT_BLOCKS
@@ -166,6 +167,7 @@ class Publisher:
             stored={block: self._blocks[block] for block in pending if block in self._blocks},
             removed=tuple(block for block in pending if block not in self._blocks),
             kind=EventKind.RELOAD if whole else EventKind.CHANGED,
+            shares=shares,
         )
         self._in_step = await self._directory.publish(record, event)
         if self._in_step:

@@ -33,6 +33,16 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class RouterShare:
+    """What one router has at a worker: other routers add it to what they sent there themselves."""
+
+    router_id: str  # "": of no router, or of several that are too many to tell apart
+    num_sequences: _Count
+    num_tokens: _Count  # in their contexts
+    num_pending_tokens: _Count  # of prompts, to be computed by this worker
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """Figures of the moment; by the time they are read they are up to a refresh old."""
 
@@ -42,6 +52,7 @@ class WorkerLoad:
     free_blocks: _Count
     cached_blocks: _Count
     prefill_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0  # measured lately; 0: not known
+    shares: tuple[RouterShare, ...] = ()  # events bring them, too, and sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +97,11 @@ class DirectoryEvent:
     stored: Mapping[bytes, Tier] = field(default_factory=dict)
     removed: tuple[bytes, ...] = ()
     kind: EventKind = EventKind.CHANGED
+    shares: tuple[RouterShare, ...] | None = None  # of the worker's load, where they changed
 
 
 _RECORD = TypeAdapter(WorkerRecord)
+_SHARES = TypeAdapter(tuple[RouterShare, ...])
 _TIER_BYTES = {tier: bytes([tier]) for tier in Tier}
 
 
@@ -121,6 +134,8 @@ def event_to_fields(event: DirectoryEvent) -> dict[str, bytes]:
     if event.kind is EventKind.CHANGED:
         fields["s"] = join_entries(event.stored)
         fields["r"] = b"".join(event.removed)
+    if event.shares is not None:
+        fields["l"] = _SHARES.dump_json(event.shares)
     return fields
 
 
@@ -134,6 +149,7 @@ def event_from_fields(fields: Mapping[bytes, bytes]) -> DirectoryEvent | None:
             stored=_entries(fields.get(b"s", b"")),
             removed=_digests(fields.get(b"r", b"")),
             kind=EventKind(fields[b"k"].decode()),
+            shares=_SHARES.validate_json(fields[b"l"]) if b"l" in fields else None,
         )
     except (KeyError, ValueError) as error:
         log.warning("directory event ignored", reason=repr(error))

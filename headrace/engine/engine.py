@@ -22,7 +22,7 @@ from headrace.clock import Clock
 from headrace.config import EngineSettings
 from headrace.engine.block_pool import BlockPool, Hold, NamedBlock, PoolAudit
 from headrace.engine.runner import ModelRunner
-from headrace.engine.scheduler import Scheduler
+from headrace.engine.scheduler import Scheduler, Share
 from headrace.engine.sequence import (
     BlocksReady,
     Chunk,
@@ -287,6 +287,10 @@ class Engine:
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             tiers=self._pool.tier_stats(),
         )
+
+    def shares(self) -> dict[str, Share]:
+        """Of the load of the moment, by the sequences' `origin`. May be called from another thread."""
+        return self._scheduler.shares()
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

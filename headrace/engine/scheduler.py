@@ -56,6 +56,15 @@ _HOLD_REASON = "hand-off"
 _MAX_PREEMPTIONS_ALONE = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What somebody has here."""
+
+    num_sequences: int
+    num_tokens: int  # in their contexts
+    num_tokens_to_compute: int  # without the one of each that decodes
+
+
 @dataclass(slots=True)
 class _Waiting:
     """A place in the queue, and why the sequence was not admitted when it was last looked at."""
@@ -111,6 +120,18 @@ class Scheduler:
         """Known tokens still to be computed here. May be read from another thread."""
         running = [s for s in list(self._running) if s.state is State.RUNNING]
         return self._queued_tokens + sum(len(s.token_ids) - s.num_computed for s in running)
+
+    def shares(self) -> dict[str, Share]:
+        """Of the load, by who sent it. May be read from another thread."""
+        sums: dict[str, list[int]] = {}
+        for choices in list(self._sequences.values()):
+            for sequence in list(choices):
+                share = sums.setdefault(sequence.origin, [0, 0, 0])
+                num_to_compute = _tokens_to_compute(sequence)
+                share[0] += 1
+                share[1] += len(sequence.token_ids)
+                share[2] += num_to_compute if num_to_compute > 1 else 0
+        return {origin: Share(*share) for origin, share in sums.items()}
 
     @property
     def has_work(self) -> bool:

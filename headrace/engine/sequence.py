@@ -63,6 +63,7 @@ class Sequence:
     root: bytes  # digest of the hash root: model, tokenizer, block size, dtype, adapter, salt
     hold_ttl_s: float | None = None  # set: end after one token and keep the blocks held this long …
     reader: str = ""  # … for this incarnation
+    origin: str = ""  # who sent it, for telling loads apart
     priority: int = 0  # MIN_PRIORITY..MAX_PRIORITY; lower is more urgent
     retention: int = 0  # 0..MAX_RETENTION: the prompt's cached blocks are evicted after those of lower levels
     constraint: Constraint | None = None  # before its first token

@@ -41,7 +41,7 @@ def round_robin(request: RequestView, cluster: ClusterView) -> Plan:
     """In turn, by the request's seed, which counts up."""
     decode = cluster.decode[request.seed % len(cluster.decode)]
     first = request.seed % len(cluster.prefill) if cluster.prefill else 0
-    prefill = cluster.prefill[first:] + cluster.prefill[:first]
+    prefill = [*cluster.prefill[first:], *cluster.prefill[:first]]
     return planned(request, cluster, decode, prefill, f"request number {request.seed}")
 
 

@@ -8,20 +8,27 @@ Among plans within 3 % of the best one: the one that computes least anew (so tha
 another), then the one with the lighter workers, then any. If no plan keeps the ITL target, the one that misses
 the targets by the smallest factor. A prefix which every worker has makes no difference, and so attracts nobody.
 
-Prefill and decode workers are scored apart, and only the best few of each are combined. Of a large fleet, those with
-the longest prefixes and a random sample are scored: the best of 64 is nearly as good as the best of 1,024.
+Prefill and decode workers are scored apart, all of them at once by column (`ranking.py`), and only the best few of each
+are looked at one by one and combined.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from random import Random
 
-from router.policy.prediction import best_holder, first_token, of_local, of_pair, step_s
-from router.policy.views import MAX_ALTERNATES, ClusterView, Plan, Prediction, RequestView, WorkerView
+from router.policy import ranking
+from router.policy.prediction import best_holder, first_token, of_local, of_pair
+from router.policy.views import (
+    MAX_ALTERNATES,
+    ClusterView,
+    Plan,
+    Pool,
+    Prediction,
+    RequestView,
+    WorkerView,
+)
 
 # A slow decode worker costs more than the first gap: it is felt in as many gaps as this.
 ITL_TOKENS = 8
@@ -30,9 +37,7 @@ REUSE = 1.0
 _NEAR = 0.03
 _LOCAL_GAIN = 0.25
 _LOCAL_GAIN_S = 0.01
-_SHORT_LIST = 4
-_MAX_HOLDERS = 16
-_MAX_SAMPLE = 48
+_SHORT_LIST = 1 + MAX_ALTERNATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def choose(request: RequestView, cluster: ClusterView) -> Plan:
     options = [
         _Option(worker, decode, of_pair(request, cluster, worker, decode, first))
         for decode in _best_decode(request, cluster.decode, random)
-        for worker, first in prefill[:_SHORT_LIST]
+        for worker, first in prefill
     ] + [
         _Option(None, decode, of_local(request, decode, first_token(request, cluster, decode, holder)))
         for decode in _best_local(request, cluster.decode, random)
@@ -95,8 +100,9 @@ def _cheapest(request: RequestView, options: list[_Option], random: Random) -> t
 
 def _closest(request: RequestView, options: list[_Option]) -> list[_Option]:
     """Those that miss the targets least, or nearly so."""
-    least = min(_excess(request, option.prediction) for option in options)
-    return [o for o in options if _excess(request, o.prediction) <= least * (1 + _NEAR)]
+    excess = [_excess(request, option.prediction) for option in options]
+    limit = min(excess) * (1 + _NEAR)
+    return [option for option, missed in zip(options, excess, strict=True) if missed <= limit]
 
 
 def _excess(request: RequestView, prediction: Prediction) -> float:
@@ -106,33 +112,28 @@ def _excess(request: RequestView, prediction: Prediction) -> float:
 def _best_prefill(
     request: RequestView, cluster: ClusterView, holder: WorkerView | None, random: Random
 ) -> list[tuple[WorkerView, tuple[float, float, int]]]:
-    """The candidates with their `first_token`, best first."""
-    scored: list[tuple[float, float, WorkerView, tuple[float, float, int]]] = []
-    for worker in _sample(cluster.prefill, random):
-        first = first_token(request, cluster, worker, holder)
-        score = worker.queue_s + first[0] * (1 + REUSE) + first[1]
-        scored.append((score, random.random(), worker, first))
-    best = nsmallest(_SHORT_LIST + MAX_ALTERNATES, scored, key=lambda entry: entry[:2])
-    return [(worker, first) for _, _, worker, first in best]
+    """The candidates with their `first_token`, best first. Links are looked at for these only."""
+    prefill_s, fetch_s = ranking.first_token(request, cluster, cluster.prefill.columns, holder)
+    scores = cluster.prefill.columns.queue_s + (1 + REUSE) * prefill_s + fetch_s
+    best = [
+        (worker, first_token(request, cluster, worker, holder))
+        for worker in ranking.lowest(cluster.prefill, scores, _SHORT_LIST, random)
+    ]
+    return sorted(best, key=lambda entry: entry[0].queue_s + (1 + REUSE) * entry[1][0] + entry[1][1])
 
 
-def _best_decode(request: RequestView, workers: Sequence[WorkerView], random: Random) -> list[WorkerView]:
+def _best_decode(request: RequestView, pool: Pool, random: Random) -> list[WorkerView]:
     """Those with the shortest steps, and the one that has most of the prompt: its transfer is the shortest."""
-    candidates = _sample(workers, random)
-    best = nsmallest(_SHORT_LIST, candidates, key=lambda worker: (step_s(request, worker), random.random()))
-    most = max(candidates, key=lambda worker: worker.cached_tokens)
+    best = ranking.lowest(pool, ranking.step_s(request, pool.columns), _SHORT_LIST, random)
+    [most] = ranking.lowest(pool, -pool.columns.cached_tokens, 1, random)
     return best if most in best or not most.cached_tokens else [*best, most]
 
 
-def _best_local(request: RequestView, workers: Sequence[WorkerView], random: Random) -> list[WorkerView]:
+def _best_local(request: RequestView, pool: Pool, random: Random) -> list[WorkerView]:
     """Those that would compute the prompt the soonest."""
-
-    def score(worker: WorkerView) -> tuple[float, float]:
-        cached = min(worker.cached_tokens, request.num_prompt_tokens - 1)
-        prefill_s = worker.costs.prefill.seconds(request.num_prompt_tokens - cached, cached)
-        return worker.queue_s + prefill_s + step_s(request, worker), random.random()
-
-    return nsmallest(_SHORT_LIST, _sample(workers, random), key=score)
+    columns = pool.columns
+    scores = columns.queue_s + ranking.alone_s(request, columns) + ranking.step_s(request, columns)
+    return ranking.lowest(pool, scores, _SHORT_LIST, random)
 
 
 def _with_alternates(
@@ -142,15 +143,3 @@ def _with_alternates(
         return ()
     others = [worker for worker, _ in prefill if worker is not best.prefill]
     return (best.prefill, *others[:MAX_ALTERNATES])
-
-
-def _sample(workers: Sequence[WorkerView], random: Random) -> Sequence[WorkerView]:
-    if len(workers) <= _MAX_HOLDERS + _MAX_SAMPLE:
-        return workers
-    holders = [worker for worker in workers if worker.cached_tokens]
-    if len(holders) > _MAX_HOLDERS:
-        # Those that have equally much stand in for one another, so they are not always the same.
-        random.shuffle(holders)
-        holders = sorted(holders, key=lambda worker: worker.cached_tokens, reverse=True)[:_MAX_HOLDERS]
-    others = random.sample(workers, _MAX_SAMPLE)
-    return list({id(worker): worker for worker in (*holders, *others)}.values())

@@ -79,7 +79,7 @@ class Fleet:
         self.publishers[name].add(on_device(*stored), digests(*removed))
 
     def is_true(self) -> bool:
-        return all(self.view.index.blocks(name) == held for name, held in self.held.items())
+        return all(self.view.index.blocks(name) == set(held) for name, held in self.held.items())
 
 
 @asynccontextmanager

@@ -100,18 +100,18 @@ def test_the_view_tells_assumed_from_reported():
     view.index.store("a", on_device(1, 2))
     view.assume("a", "a1", PROMPT)
     view.assume("b", "b1", PROMPT[:1])
-    assert view.match(PROMPT) == {"a": Match(4, 2, 2), "b": Match(1, 0, 1)}
+    assert view.match(PROMPT) == {"a": Match(4, 2), "b": Match(1, 1)}
 
 
 def test_the_workers_own_event_confirms_it():
     view, clock = view_of("a")
     view.assume("a", "a1", PROMPT)
     assert view.apply(DirectoryEvent("a", "a1", 2, on_device(1, 2, 3)))
-    assert view.match(PROMPT) == {"a": Match(4, 3, 1)}
+    assert view.match(PROMPT) == {"a": Match(4, 1)}
     assert view.apply(DirectoryEvent("a", "a1", 3, {digest(4): Tier.HOST}))
-    assert view.match(PROMPT) == {"a": Match(4, 3, 0)}
+    assert view.match(PROMPT) == {"a": Match(4, 0)}
     clock.advance(100)
-    assert view.match(PROMPT) == {"a": Match(4, 3, 0)}
+    assert view.match(PROMPT) == {"a": Match(4, 0)}
 
 
 def test_what_the_worker_reports_as_removed_is_not_assumed_any_more():
@@ -126,7 +126,7 @@ def test_a_dispatch_that_failed_is_forgotten():
     view.assume("a", "a1", PROMPT)
     view.assume("b", "b1", PROMPT)
     view.forget_assumed("a", "a1", PROMPT)
-    assert view.match(PROMPT) == {"b": Match(4, 0, 4)}
+    assert view.match(PROMPT) == {"b": Match(4, 4)}
 
 
 def test_with_the_incarnation_goes_what_was_assumed_of_it():
@@ -146,7 +146,7 @@ def test_a_burst_of_equal_prompts_sees_itself_before_any_event():
         matched = view.match(PROMPT)
         assert bool(matched) == bool(number)
         worker_id = max(matched, key=lambda name: matched[name].num_blocks, default="c")
-        assert not number or matched[worker_id] == Match(4, 0, 4)
+        assert not number or matched[worker_id] == Match(4, 4)
         chosen.append(worker_id)
         view.assume(worker_id, f"{worker_id}1", PROMPT)
     assert set(chosen) == {"c"}

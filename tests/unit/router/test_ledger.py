@@ -5,12 +5,12 @@ import pytest
 from headrace.clock import VirtualClock
 from router.ledger import Ledger
 from router.policy.prediction import planned
-from router.policy.views import ClusterView, RequestView
+from router.policy.views import ClusterView, Pool, RequestView
 from tests.unit.router.test_policy import worker
 
 
 def plan_of(decode, *prefill, num_tokens=100):
-    view = ClusterView(tuple(prefill), (decode,))
+    view = ClusterView(Pool.of(prefill), Pool.of([decode]))
     return planned(RequestView(num_tokens, seed=1), view, decode, prefill, "")
 
 

@@ -13,6 +13,7 @@ from router.policy.views import (
     MAX_ALTERNATES,
     MAX_SOURCES,
     ClusterView,
+    Pool,
     RequestView,
     Targets,
     WorkerView,
@@ -43,7 +44,7 @@ def workers(prefix: str, count: int, **changes) -> list[WorkerView]:
 def cluster(prefill=(), decode=None, **changes) -> ClusterView:
     prefill, decode = tuple(prefill), tuple(decode or [worker("d0")])
     holders = tuple(w for w in (*prefill, *decode) if w.cached_tokens)
-    return ClusterView(prefill, decode, **{"holders": holders, **changes})
+    return ClusterView(Pool.of(prefill), Pool.of(decode), **{"holders": holders, **changes})
 
 
 def chosen(name, view, num_tokens=100, seeds=range(40), **request):
@@ -116,7 +117,7 @@ def test_an_unknown_policy_is_named_with_the_known_ones():
 def test_sources_hold_more_than_the_worker_that_prefills():
     holders = [worker("a", cached_tokens=64), worker("p0", cached_tokens=32), worker("b", cached_tokens=16)]
     more = [worker(f"m{number}", cached_tokens=80 + number) for number in range(3)]
-    view = ClusterView((holders[1],), (worker("d0"),), tuple(holders + more))
+    view = ClusterView(Pool.of([holders[1]]), Pool.of([worker("d0")]), tuple(holders + more))
     plan = load_policy("least_work")(RequestView(100, seed=1), view)
     assert [w.worker_id for w in sources(plan, view)] == ["m2", "m1"][:MAX_SOURCES]
     assert not sources(plan, replace(view, holders=tuple(holders[1:])))

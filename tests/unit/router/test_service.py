@@ -32,6 +32,12 @@ END = worker_pb2.SequenceEnd(cached_tokens=1, prefill_worker="p0", blocks_moved=
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
 
 
+def taken_out(view, name):
+    known = view.workers[name]
+    view.drop(name, known.incarnation)
+    return known
+
+
 class Front:
     def __init__(self, channel, worker, door, dispatcher, view, model, address) -> None:
         self.address = address
@@ -53,8 +59,8 @@ async def front(files, *, with_worker=True, max_prompt_bytes=1000, callers=None,
     worker_address = await worker_server.start()
     view = DirectoryView()
     if with_worker:
-        view.workers["d0"] = record(files, "d0", Role.DECODE, worker_address)
-        view.workers["p0"] = record(files, "p0", Role.PREFILL, "127.0.0.1:1")
+        view.admit(record(files, "d0", Role.DECODE, worker_address))
+        view.admit(record(files, "p0", Role.PREFILL, "127.0.0.1:1"))
     settings = RouterSettings.model_validate({"placement_timeout_s": 0.1, **router})
     sessions = Sessions(RPC, view.mark_gone, settings.max_unread_tokens)
     breakers = Breakers(HealthProbe(view, RPC))
@@ -257,7 +263,7 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
         hashes = block_hashes(
             HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32"), prompt
         )
-        f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        f.view.admit(record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2"))
         f.view.index.store("p1", dict.fromkeys(hashes[:5], Tier.HOST))
         for _ in range(5):
             asked, _ = await answered(f.stub.Generate(ids(*prompt)), f.worker, [5])
@@ -447,10 +453,10 @@ async def test_without_another_decode_worker_a_lost_one_ends_the_request_with_a_
 
 async def test_a_request_waits_for_a_decode_worker(tiny_model_files):
     async with front(tiny_model_files, placement_timeout_s=20) as f:
-        known = f.view.workers.pop("d0")
+        known = taken_out(f.view, "d0")
         call = f.stub.Generate(ids(1, 2, 3))
         await until(lambda: f.dispatcher.admission.num_running)
-        f.view.workers["d0"] = known
+        f.view.admit(known)
         _, messages = await answered(call, f.worker, [5])
         assert [t for message in messages for t in message.token_ids] == [5]
 
@@ -466,12 +472,12 @@ async def test_a_request_waits_for_a_decode_worker(tiny_model_files):
 async def test_a_request_goes_on_at_another_worker_from_its_tokens_so_far(tiny_model_files, how):
     """One whole character is split over the two workers; one choice was over; every update comes once."""
     async with front(tiny_model_files) as f, manual_worker(f, "d1") as other:
-        d1 = f.view.workers.pop("d1")
+        d1 = taken_out(f.view, "d1")
         encode = f.model.tokenizer.encode
         text = encode("naïve 🙂 end", add_special=False)
         call = f.stub.Generate(ids(*range(1, 30), n=3, logprobs=0, max_tokens=50))
         first = (await f.worker.received.get()).start
-        f.view.workers["d1"] = d1
+        f.view.admit(d1)
         assert not first.delivered
         assert first.prefill_workers
         logprobs = [inference_pb2.TokenLogprobs(logprob=-p) for p in range(len(text))]
@@ -506,11 +512,11 @@ async def test_a_request_goes_on_at_another_worker_from_its_tokens_so_far(tiny_m
 async def test_the_prefill_worker_of_the_lost_dispatch_is_asked_again(tiny_model_files):
     """It has the prompt in its cache, whatever the index says."""
     async with front(tiny_model_files) as f, manual_worker(f, "d1") as other:
-        d1 = f.view.workers.pop("d1")
+        d1 = taken_out(f.view, "d1")
         call = f.stub.Generate(ids(*range(1, 30)))
         first = (await f.worker.received.get()).start
-        f.view.workers["d1"] = d1
-        f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        f.view.admit(d1)
+        f.view.admit(record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2"))
         hashes = block_hashes(
             HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32"),
             list(range(1, 30)),
@@ -526,11 +532,11 @@ async def test_the_prefill_worker_of_the_lost_dispatch_is_asked_again(tiny_model
 
 async def test_a_stop_string_over_the_loss_of_a_worker(tiny_model_files):
     async with front(tiny_model_files) as f, manual_worker(f, "d1") as other:
-        d1 = f.view.workers.pop("d1")
+        d1 = taken_out(f.view, "d1")
         encode = f.model.tokenizer.encode
         call = f.stub.Generate(inference_pb2.GenerateRequest(text="x", sampling={"stop": ["STOP"]}))
         first = (await f.worker.received.get()).start
-        f.view.workers["d1"] = d1
+        f.view.admit(d1)
         f.worker.send(first.request_id, encode("one ST", add_special=False))
         f.worker.frames.put_nowait(None)
         second = (await other.received.get()).start
@@ -550,11 +556,11 @@ async def test_a_request_is_dispatched_three_times_at_most(tiny_model_files):
         manual_worker(f, "d2") as d2,
         manual_worker(f, "d3"),
     ):
-        others = {name: f.view.workers.pop(name) for name in ("d1", "d2", "d3")}
+        others = {name: taken_out(f.view, name) for name in ("d1", "d2", "d3")}
         call = f.stub.Generate(ids(1, 2, 3))
         for worker, following in ((f.worker, "d1"), (d1, "d2"), (d2, "d3")):  # one after the other is alive
             asked = (await worker.received.get()).start
-            f.view.workers[following] = others[following]
+            f.view.admit(others[following])
             worker.send(asked.request_id, [4])
             worker.frames.put_nowait(None)
         received = []
@@ -584,11 +590,11 @@ async def test_a_client_that_cancels_a_request_between_workers_leaves_nothing(ti
 
 async def test_ro06_a_refused_connection_marks_the_worker_down_and_another_is_tried(tiny_model_files):
     async with front(tiny_model_files, placement_timeout_s=20) as f:
-        well = f.view.workers.pop("d0")
-        f.view.workers["d9"] = record(f.model.files, "d9", Role.DECODE, "127.0.0.1:1")
+        well = taken_out(f.view, "d0")
+        f.view.admit(record(f.model.files, "d9", Role.DECODE, "127.0.0.1:1"))
         call = f.stub.Generate(ids(1, 2, 3))
         await until(lambda: "d9" not in f.view.workers)
-        f.view.workers["d0"] = well
+        f.view.admit(well)
         _, messages = await answered(call, f.worker, [5])
         assert messages[-1].hand_off.decode_worker == "d0"
         assert "d9" not in f.view.workers
@@ -655,7 +661,7 @@ async def manual_worker(f, name, role=Role.DECODE):
     worker.server = RpcServer(RPC, [])
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker.server.grpc_server)
     address = await worker.server.start()
-    f.view.workers[name] = replace(record(f.model.files, name, role, address), incarnation=worker.incarnation)
+    f.view.admit(replace(record(f.model.files, name, role, address), incarnation=worker.incarnation))
     try:
         yield worker
     finally:
@@ -718,7 +724,7 @@ async def test_list_models_and_tokenize(tiny_model_files):
 
 async def test_a_decision_is_explained_when_asked_for_and_nothing_is_run(tiny_model_files):
     async with front(tiny_model_files) as f:
-        f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        f.view.admit(record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2"))
         request = ids(*range(1, 41))
         plan = (await f.stub.Explain(inference_pb2.ExplainRequest(request=request))).plan
         assert f.worker.received.empty()

@@ -1,0 +1,59 @@
+"""The terms of `prediction.py` for all workers of a pool at once, by column, to find the few that are worth a closer look.
+
+Where `prediction.py` takes the link between two workers, an average one stands in here.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from router.policy.views import ClusterView, Columns, Floats, Pool, RequestView, WorkerView
+
+_MIX = np.uint64(0xFF51AFD7ED558CCD)  # MurmurHash3's finalizer
+
+
+def alone_s(request: RequestView, columns: Columns) -> Floats:
+    """Prefill of what the worker lacks, nothing fetched."""
+    cached = _usable(request, columns)
+    return columns.prefill_s(request.num_prompt_tokens - cached, cached)
+
+
+def first_token(
+    request: RequestView, cluster: ClusterView, columns: Columns, holder: WorkerView | None
+) -> tuple[Floats, Floats | float]:
+    """Seconds of prefill and of fetch."""
+    without_s = alone_s(request, columns)
+    if holder is None or not cluster.token_bytes:
+        return without_s, 0.0
+    reach = min(holder.cached_tokens, request.num_prompt_tokens - 1)
+    missing = reach - _usable(request, columns)
+    link = cluster.transfer(holder.worker_id, "")
+    fetch_s = link.latency_s + link.byte_s * cluster.token_bytes * missing
+    rest_s = columns.prefill_s(request.num_prompt_tokens - reach, reach)
+    fetches = (missing > 0) & (fetch_s + rest_s < without_s)
+    return np.where(fetches, rest_s, without_s), np.where(fetches, fetch_s, 0.0)
+
+
+def step_s(request: RequestView, columns: Columns) -> Floats:
+    context = columns.active_tokens + request.num_prompt_tokens
+    crowding = np.maximum(1.0, context / np.maximum(1.0, columns.capacity_tokens))
+    return crowding * columns.decode_s(columns.active_sequences + 1, context)
+
+
+def lowest(pool: Pool, scores: Floats, count: int, random: Random) -> list[WorkerView]:
+    """The `count` workers with the lowest scores, the lowest first; equal ones in random order."""
+    if len(scores) <= count:
+        near = np.arange(len(scores))
+    else:
+        (near,) = (scores <= np.partition(scores, count - 1)[count - 1]).nonzero()
+    ties = near.astype(np.uint64) + np.uint64(random.getrandbits(62))
+    ties = (ties ^ (ties >> np.uint64(33))) * _MIX
+    order = np.lexsort((ties ^ (ties >> np.uint64(33)), scores[near]))
+    return [pool[number] for number in near[order[:count]].tolist()]
+
+
+def _usable(request: RequestView, columns: Columns) -> Floats:
+    """The last token is always computed."""
+    return np.minimum(columns.cached_tokens, request.num_prompt_tokens - 1)
