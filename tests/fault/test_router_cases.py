@@ -324,7 +324,7 @@ async def test_gr02_a_client_that_pings_is_not_sent_away(settings_with):
 
 async def test_me01_hits_are_counted_once_a_request(settings_with):
     settings = settings_with(engine={"num_blocks": 24})  # so few that requests wait, and are preempted
-    async with workers(settings, D), front_of(settings, 1) as front:
+    async with workers(settings, D) as [worker], front_of(settings, 1) as front:
 
         def counted() -> tuple[float, int]:
             registry = front.router.metrics.registry
@@ -333,8 +333,32 @@ async def test_me01_hits_are_counted_once_a_request(settings_with):
 
         prompts = [prompt_of(n, 20) for n in range(12)]
         await asyncio.gather(*(front.ask(ids(prompt, max_tokens=30)) for prompt in prompts))
+        assert (await worker.metrics())["headrace_preemptions_total"] > 0
         assert counted() == (0, sum(map(len, prompts)))
         same = prompt_of(77, 4 * BLOCK_SIZE + 1)
         for _ in range(10):
             await front.ask(ids(same))
         assert counted() == (9 * 4 * BLOCK_SIZE, sum(map(len, prompts)) + 10 * len(same))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"n": 3}, {"max_tokens": 12, "stop": True}, {"max_tokens": 12, "stop": True, "n": 3}],
+    ids=["one token", "of each of three", "stop string", "in each of three"],
+)
+async def test_me01_what_is_not_reported_as_cached_was_computed(roomy, sampling):
+    """Over all requests for one prompt, to workers that have it and workers that do not, many at once. Ends that come
+    with the first token, or by the router's abort, are reported like others.
+    """
+    prompt, num_requests = prompt_of(1), 48
+    async with workers(roomy, P, P, D, D) as fleet, front_of(roomy, 4) as front:
+        first = await front.ask(ids(prompt, max_tokens=12))
+        cached = [first[-1].usage.cached_tokens]
+        if sampling.get("stop"):
+            sampling = {**sampling, "stop": ["".join(message.text for message in first)[:1]]}
+        for _ in range(num_requests // 8):
+            answers = await asyncio.gather(*(front.ask(ids(prompt, **sampling)) for _ in range(8)))
+            cached += [messages[-1].usage.cached_tokens for messages in answers]
+        assert (min(cached), max(cached)) == (0, CACHED)
+        computed = sum([(await worker.status()).prefill_tokens for worker in fleet])
+        assert sum(LENGTH - tokens for tokens in cached) == computed
