@@ -32,6 +32,8 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+# Blocks that one Lease or Offer may name: the owner's engine looks up each between two of its steps.
+MAX_NAMES = 1 << 16
 _MAX_SOURCES = 2  # asked for one prompt
 _FIRST_GUESS_S = 0.005  # of a call to an owner that was not asked yet
 _CALL_WEIGHT = 0.3  # of each new measurement of it
@@ -110,7 +112,8 @@ class PrefixFetcher:
         useful = [s for s in sources if s.num_blocks > have and s.worker.incarnation != own]
         for source in useful[:_MAX_SOURCES]:
             try:
-                fetched = await self._from(source, names[have : source.num_blocks], deadline)
+                wanted = names[have : min(source.num_blocks, have + MAX_NAMES)]
+                fetched = await self._from(source, wanted, deadline)
             except HeadraceError as error:
                 self._decided(PrefixDecision.FAILED)
                 log.warning("prefix not fetched", source=source.worker.worker_id, error=str(error))

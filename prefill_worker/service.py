@@ -39,7 +39,7 @@ from headrace.rpc.convert import logprobs_to_proto, prompt_logprobs_to_proto, sa
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc
 from kv_transfer.leased_reads import ReadContext
 from kv_transfer.metrics import Refusal
-from kv_transfer.prefix_fetch import PrefixFetcher
+from kv_transfer.prefix_fetch import MAX_NAMES, PrefixFetcher
 
 log = structlog.get_logger()
 
@@ -115,6 +115,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
     ) -> kv_pb2.LeaseResponse:
         self._check_incarnation(request.expected_incarnation)
         _check_lease_request(request.lease_id, request.lease_ttl_s)
+        _check_num_names("names", len(request.names))
         self._peers.transfers.serve_for(request.lease_ttl_s)
         held = await self._engine.call(
             lambda engine: engine.hold_cached(
@@ -159,6 +160,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self._check_incarnation(request.expected_incarnation)
         if self._draining:
             raise Overloaded(f"{self._peers.own.worker_id} is draining")
+        _check_num_names("blocks", len(request.blocks))
         deadline = Deadline.after(request.timeout_s, self._reads.clock)
         offered = [NamedBlock(block.digest, block.parent_digest) for block in request.blocks]
         missing = await self._engine.call(lambda engine: engine.missing(offered))
@@ -254,3 +256,8 @@ def _check_lease_request(lease_id: str, ttl_s: float) -> None:
         raise InvalidRequest("lease_id", "", "must name the lease")
     if not 0 < ttl_s <= _MAX_LEASE_TTL_S:
         raise InvalidRequest("lease_ttl_s", ttl_s, f"must lie in 0..{_MAX_LEASE_TTL_S:g}, 0 excluded")
+
+
+def _check_num_names(field: str, number: int) -> None:
+    if number > MAX_NAMES:
+        raise InvalidRequest(field, f"{number} of them", f"at most {MAX_NAMES}")

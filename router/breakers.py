@@ -30,9 +30,10 @@ _MAX_PROBES = (
     20  # about nine minutes; one that is still not well is forgotten, and starts anew if it comes back
 )
 _PROBE_TIMEOUT_S = 2.0
-_MAX_CLOSED = 256
+_MAX_UNPROBED = 256
 
 Probe = Callable[[str], Awaitable[bool]]
+Sleep = Callable[[float], Awaitable[None]]
 
 
 class _State(Enum):
@@ -51,10 +52,10 @@ class _Breaker:
 class Breakers:
     """By incarnation. Those that never failed have none. Used on the event loop only; `close` at the end."""
 
-    def __init__(self, probe: Probe, first_pause_s: float = FIRST_PAUSE_S) -> None:
+    def __init__(self, probe: Probe, sleep: Sleep = asyncio.sleep) -> None:
         """`probe(incarnation)`: whether the worker is there and says that it serves."""
         self._probe = probe
-        self._first_pause_s = first_pause_s
+        self._sleep = sleep
         self._breakers: dict[str, _Breaker] = {}
         self._probing: dict[str, asyncio.Task[None]] = {}
 
@@ -68,7 +69,7 @@ class Breakers:
             self._breakers.pop(incarnation, None)
 
     def failed(self, incarnation: str) -> None:
-        breaker = self._breakers.setdefault(incarnation, _Breaker(pause_s=self._first_pause_s))
+        breaker = self._breakers.setdefault(incarnation, _Breaker())
         self._forget_oldest()
         breaker.num_failures += 1
         if breaker.state is _State.OPEN or (
@@ -82,10 +83,10 @@ class Breakers:
         task.add_done_callback(lambda _: self._probing.pop(incarnation, None))
 
     def _forget_oldest(self) -> None:
-        """Of those that never came to be open: workers that fail once and then die must not pile up."""
-        closed = [name for name, breaker in self._breakers.items() if breaker.state is _State.CLOSED]
-        if len(closed) > _MAX_CLOSED:
-            del self._breakers[closed[0]]
+        """Of those that no probe will end: workers that die before they fail or succeed again must not pile up."""
+        unprobed = [name for name, breaker in self._breakers.items() if breaker.state is not _State.OPEN]
+        if len(unprobed) > _MAX_UNPROBED:
+            del self._breakers[unprobed[0]]
 
     async def close(self) -> None:
         tasks = list(self._probing.values())
@@ -96,7 +97,7 @@ class Breakers:
     async def _recover(self, incarnation: str, breaker: _Breaker) -> None:
         """Probe, less and less often, until the worker is well."""
         for _ in range(_MAX_PROBES):
-            await asyncio.sleep(breaker.pause_s)
+            await self._sleep(breaker.pause_s)
             breaker.pause_s = min(2 * breaker.pause_s, _LONGEST_PAUSE_S)
             if await self._probe(incarnation):
                 breaker.state = _State.HALF_OPEN

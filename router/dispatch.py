@@ -202,7 +202,8 @@ class Dispatcher:
         """What the request's report tells of caches and speed. An empty one: the worker did not report in time."""
         if not end.ByteSize():
             return
-        self._metrics.predicted(plan.predicted_cached_tokens, end.cached_tokens)
+        predicted = plan.predicted_cached_tokens + plan.prediction.fetched_tokens  # what was fetched is found
+        self._metrics.predicted(predicted, end.cached_tokens)
         workers, decode = self._view.workers, plan.decode.worker_id
         self.costs.observe(workers.get(end.prefill_worker or decode), workers.get(decode), end)
 

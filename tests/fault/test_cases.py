@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
 from headrace.directory.records import Role
 from kv_transfer.faulty_transport import Faults
-from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, Worker, session_with, workers
+from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, Gate, Worker, session_with, workers
 from tests.support.tiny_llama import write_tiny_llama
 
 P, D = Role.PREFILL, Role.DECODE
 PROMPT = [3 + (7 * i) % 200 for i in range(5 * STEP_TOKENS + 3)]
-
-
-class Gate:
-    """A worker's model, run one step at a time."""
-
-    def __init__(self, worker: Worker) -> None:
-        engine = worker.process._core
-        self.num_begun = 0
-        self._inner = engine._runner
-        self._permits = threading.Semaphore(0)
-        engine._runner = self
-
-    def run(self, plan):
-        self.num_begun += 1
-        assert self._permits.acquire(timeout=30)
-        return self._inner.run(plan)
-
-    def copy_blocks(self, pairs):
-        self._inner.copy_blocks(pairs)
-
-    def allow(self, num_steps=1):
-        self._permits.release(num_steps)
-
-    async def begun(self, num_steps):
-        async with asyncio.timeout(20):
-            while self.num_begun < num_steps:
-                await asyncio.sleep(0.005)
 
 
 async def test_ab02_a_cancel_in_the_middle_of_a_long_prefill(settings_with):

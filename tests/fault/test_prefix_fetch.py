@@ -13,6 +13,7 @@ from headrace.cluster.redis_server import RedisServer
 from headrace.directory.records import Role
 from headrace.model_store import resolve
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, kv_pb2, kv_pb2_grpc
+from kv_transfer import prefix_fetch
 from router.app import Router
 from tests.support.fleet import BLOCK_SIZE, STEP_TOKENS, fleet_settings, session_with, workers
 
@@ -97,6 +98,39 @@ async def test_blocks_in_the_owners_host_memory_are_read_from_there(settings_wit
         assert answer.end.blocks_moved == NUM_FULL
         # Not by way of the owner's device pool.
         assert (await d0.metrics())['headrace_kv_tier_hits_total{tier="host"}'] == before
+
+
+async def test_a_lease_and_an_offer_name_so_many_blocks_at_most(settings):
+    """One more is refused with the limit, before the engine sees any; that many are looked up."""
+    async with workers(settings, D) as [d], grpc.aio.insecure_channel(d.address) as channel:
+        stub = kv_pb2_grpc.KvExchangeStub(channel)
+        names = [number.to_bytes(16, "big") for number in range(prefix_fetch.MAX_NAMES)]
+        lease = kv_pb2.LeaseRequest(
+            lease_id="one", expected_incarnation=d.incarnation, lease_ttl_s=1.0, names=names
+        )
+        assert not (await stub.Lease(lease, timeout=20)).block_ids
+        lease.names.append(b"x")
+        blocks = [kv_pb2.NamedBlock(digest=name) for name in lease.names]
+        offer = kv_pb2.OfferRequest(expected_incarnation=d.incarnation, blocks=blocks, timeout_s=1.0)
+        for call, field in (
+            (stub.Lease(lease, timeout=20), "names"),
+            (stub.Offer(offer, timeout=20), "blocks"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details().startswith(f"{field}: '65537 of them'")
+            assert "at most 65536" in refused.value.details()
+
+
+async def test_a_reader_asks_for_no_more_blocks_than_a_lease_may_name(settings, expected, monkeypatch):
+    monkeypatch.setattr(prefix_fetch, "MAX_NAMES", 3)
+    async with workers(settings, D, D) as [d0, d1]:
+        async with session_with(d0) as session:
+            await session.answer(PROMPT)
+        async with session_with(d1) as session:
+            answer = await session.answer(PROMPT, sources=[(d0, NUM_FULL)])
+        assert (answer.token_ids, answer.end.blocks_moved) == (expected, 3)
 
 
 async def test_kv08_what_the_index_claims_and_nobody_has_is_computed(settings, expected):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -17,9 +16,9 @@ import pytest
 from headrace.directory.records import Role
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from router.app import Router
-from tests.support.fleet import BLOCK_SIZE, Worker, workers
+from tests.support.fleet import BLOCK_SIZE, Gate, Worker, workers
 
-D = Role.DECODE
+P, D = Role.PREFILL, Role.DECODE
 NUM_REQUESTS = 32
 LENGTH = 60  # of a prompt
 CACHED = LENGTH - BLOCK_SIZE  # of it, when it was seen before: its last token is always computed
@@ -50,6 +49,14 @@ class Front:
             while len(self.router.view.index.blocks(worker_id)) < num_blocks:
                 await asyncio.sleep(0.01)
 
+    async def until_nothing_is_charged(self) -> None:
+        dispatcher = self.router.dispatcher
+        async with asyncio.timeout(10):
+            while dispatcher.admission.num_running:
+                await asyncio.sleep(0.01)
+        assert dispatcher.ledger.accounts == {}
+        assert not dispatcher.admission.num_queued
+
     async def until_predicted(self, request, worker_id: str, cached_tokens: int | None) -> None:
         """None: it is no candidate."""
         async with asyncio.timeout(REFRESH_S):
@@ -67,12 +74,9 @@ async def front_of(settings, num_workers):
             while len(router.view.workers) < num_workers:
                 await asyncio.sleep(0.01)
         async with grpc.aio.insecure_channel(address) as channel:
-            yield Front(router, inference_pb2_grpc.InferenceStub(channel))
-        async with asyncio.timeout(10):
-            while router.dispatcher.admission.num_running:
-                await asyncio.sleep(0.01)
-        assert router.dispatcher.ledger.accounts == {}
-        assert not router.dispatcher.admission.num_queued
+            front = Front(router, inference_pb2_grpc.InferenceStub(channel))
+            yield front
+            await front.until_nothing_is_charged()
     finally:
         await router.stop()
 
@@ -101,33 +105,65 @@ def roomy(settings_with):
     return settings_with(engine={"num_blocks": 1200}, router={"assumed_ttl_s": 60.0})
 
 
-async def test_ro01_load_is_counted_from_selection(roomy):
+async def burst(front, roles, requests, *, leaving=()) -> dict[str, int]:
+    """Send all, and once each is placed let the workers compute: before that none has told anything. Returns how many
+    the router counted at each worker then. `leaving`: positions of clients that cancel at that moment.
+    """
+    gates = [Gate(worker) for worker in roles]
+    accounts = front.router.dispatcher.ledger.accounts
+    calls = [front.stub.Generate(request, timeout=60) for request in requests]
+    try:
+        async with asyncio.timeout(30):
+            while sum(account.active_sequences for account in accounts.values()) < len(requests):
+                await asyncio.sleep(0.005)
+        loads = {
+            worker.worker_id: accounts[worker.incarnation].num_requests
+            for worker in roles
+            if worker.incarnation in accounts
+        }
+        for position in leaving:
+            calls[position].cancel()
+    finally:
+        for gate in gates:
+            gate.open()
+    for position, call in enumerate(calls):
+        if position not in leaving:
+            assert len(tokens_of([message async for message in call])) == 1
+    return loads
+
+
+def as_text(number: int) -> inference_pb2.GenerateRequest:
+    request = ids([])
+    request.text = "".join(chr(32 + token % 90) for token in prompt_of(number))
+    return request
+
+
+def as_chat(number: int) -> inference_pb2.GenerateRequest:
+    request = ids([])
+    request.chat.messages.add(role="user", content=as_text(number).text)
+    return request
+
+
+@pytest.mark.parametrize("entrance", [lambda number: ids(prompt_of(number)), as_text, as_chat])
+@pytest.mark.parametrize("roles", [(D, D), (P, P, D)], ids=["prefilled where decoded", "handed off"])
+async def test_ro01_load_is_counted_from_selection(roomy, roles, entrance):
     """A burst, of which nothing has been reported when the last one is placed. A third of the clients leave."""
-    async with workers(roomy, D, D), front_of(roomy, 2) as front:
-        answers = await asyncio.gather(*(front.ask(ids(prompt_of(n))) for n in range(NUM_REQUESTS)))
-        share = Counter(messages[-1].hand_off.decode_worker for messages in answers)
-        assert set(share) == {"decode-0", "decode-1"}
-        assert min(share.values()) >= 0.4 * NUM_REQUESTS
-        calls = [front.stub.Generate(ids(prompt_of(100 + n), max_tokens=40)) for n in range(NUM_REQUESTS)]
-        async with asyncio.timeout(10):
-            while front.router.dispatcher.admission.num_running < NUM_REQUESTS:
-                await asyncio.sleep(0)
-        for call in calls[::3]:
-            call.cancel()
-        for position, call in enumerate(calls):
-            if position % 3:
-                assert len(tokens_of([message async for message in call])) == 40
+    async with workers(roomy, *roles) as fleet, front_of(roomy, len(roles)) as front:
+        requests = [entrance(number) for number in range(NUM_REQUESTS)]
+        loads = await burst(front, fleet, requests, leaving=range(0, NUM_REQUESTS, 3))
+        shares = [loads.get(worker.worker_id, 0) for worker in fleet[:2]]
+        assert sum(shares) == NUM_REQUESTS
+        assert min(shares) >= 0.4 * NUM_REQUESTS
+        await front.until_nothing_is_charged()
 
 
 async def test_ro01_a_common_block_does_not_send_everything_to_one_worker(roomy):
     common = prompt_of(7, BLOCK_SIZE)
-    async with workers(roomy, D, D), front_of(roomy, 2) as front:
+    async with workers(roomy, D, D) as fleet, front_of(roomy, 2) as front:
         await front.ask(ids([*common, *prompt_of(1)]))
-        answers = await asyncio.gather(
-            *(front.ask(ids([*common, *prompt_of(20 + n)])) for n in range(NUM_REQUESTS))
-        )
-        share = Counter(messages[-1].hand_off.decode_worker for messages in answers)
-        assert min(share["decode-0"], share["decode-1"]) >= NUM_REQUESTS / 8
+        requests = [ids([*common, *prompt_of(20 + n)]) for n in range(NUM_REQUESTS)]
+        loads = await burst(front, fleet, requests, leaving=range(0, NUM_REQUESTS, 3))
+        assert min(loads["decode-0"], loads["decode-1"]) >= NUM_REQUESTS / 8
 
 
 async def test_ro03_chats_are_routed_by_their_prefix(roomy):
@@ -143,7 +179,8 @@ async def test_ro03_chats_are_routed_by_their_prefix(roomy):
         for turn in range(10):
             await front.ask(ids(prompt_of(turn, 12)))  # other traffic
             messages = await front.ask(chat(f"turn {turn}"))
-            predicted = messages[0].plan.prediction.cached_tokens
+            prediction = messages[0].plan.prediction
+            predicted = prediction.cached_tokens + prediction.fetched_tokens
             assert predicted >= 4 * BLOCK_SIZE
             assert abs(predicted - messages[-1].usage.cached_tokens) <= BLOCK_SIZE
         other = chat("first")
@@ -287,7 +324,7 @@ async def test_gr02_a_client_that_pings_is_not_sent_away(settings_with):
 
 async def test_me01_hits_are_counted_once_a_request(settings_with):
     settings = settings_with(engine={"num_blocks": 24})  # so few that requests wait, and are preempted
-    async with workers(settings, D), front_of(settings, 1) as front:
+    async with workers(settings, D) as [worker], front_of(settings, 1) as front:
 
         def counted() -> tuple[float, int]:
             registry = front.router.metrics.registry
@@ -296,8 +333,32 @@ async def test_me01_hits_are_counted_once_a_request(settings_with):
 
         prompts = [prompt_of(n, 20) for n in range(12)]
         await asyncio.gather(*(front.ask(ids(prompt, max_tokens=30)) for prompt in prompts))
+        assert (await worker.metrics())["headrace_preemptions_total"] > 0
         assert counted() == (0, sum(map(len, prompts)))
         same = prompt_of(77, 4 * BLOCK_SIZE + 1)
         for _ in range(10):
             await front.ask(ids(same))
         assert counted() == (9 * 4 * BLOCK_SIZE, sum(map(len, prompts)) + 10 * len(same))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"n": 3}, {"max_tokens": 12, "stop": True}, {"max_tokens": 12, "stop": True, "n": 3}],
+    ids=["one token", "of each of three", "stop string", "in each of three"],
+)
+async def test_me01_what_is_not_reported_as_cached_was_computed(roomy, sampling):
+    """Over all requests for one prompt, to workers that have it and workers that do not, many at once. Ends that come
+    with the first token, or by the router's abort, are reported like others.
+    """
+    prompt, num_requests = prompt_of(1), 48
+    async with workers(roomy, P, P, D, D) as fleet, front_of(roomy, 4) as front:
+        first = await front.ask(ids(prompt, max_tokens=12))
+        cached = [first[-1].usage.cached_tokens]
+        if sampling.get("stop"):
+            sampling = {**sampling, "stop": ["".join(message.text for message in first)[:1]]}
+        for _ in range(num_requests // 8):
+            answers = await asyncio.gather(*(front.ask(ids(prompt, **sampling)) for _ in range(8)))
+            cached += [messages[-1].usage.cached_tokens for messages in answers]
+        assert (min(cached), max(cached)) == (0, CACHED)
+        computed = sum([(await worker.status()).prefill_tokens for worker in fleet])
+        assert sum(LENGTH - tokens for tokens in cached) == computed

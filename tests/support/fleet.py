@@ -7,6 +7,7 @@ switched at each worker's own transport.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -101,6 +102,38 @@ class Worker(ServingWorker):
 
     def _transport(self, name: str, incarnation: str, regions: Sequence[BlockRegion]) -> Transport:
         return FaultyTransport(create_transport(name, incarnation, regions), self.faults)
+
+
+class Gate:
+    """A worker's model, run one step at a time."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._engine = worker.process._core
+        self.num_begun = 0
+        self._inner = self._engine._runner
+        self._permits = threading.Semaphore(0)
+        self._engine._runner = self
+
+    def run(self, plan):
+        self.num_begun += 1
+        assert self._permits.acquire(timeout=30)
+        return self._inner.run(plan)
+
+    def copy_blocks(self, pairs):
+        self._inner.copy_blocks(pairs)
+
+    def allow(self, num_steps=1):
+        self._permits.release(num_steps)
+
+    def open(self):
+        """For good."""
+        self._engine._runner = self._inner
+        self.allow()
+
+    async def begun(self, num_steps):
+        async with asyncio.timeout(20):
+            while self.num_begun < num_steps:
+                await asyncio.sleep(0.005)
 
 
 def _shown(labels: dict[str, str]) -> str:

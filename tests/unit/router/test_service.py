@@ -270,6 +270,25 @@ async def test_the_index_of_cached_blocks_decides_where_the_prompt_goes(tiny_mod
             assert asked.prefill_workers[0].worker_id == "p1"
 
 
+async def test_what_is_to_be_fetched_counts_as_predicted(tiny_model_files):
+    """The blocks are at a worker that takes nothing new; the one that prefills finds them once it has read them."""
+    async with front(tiny_model_files) as f:
+        prompt = list(range(1, 41))
+        hashes = block_hashes(
+            HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32"), prompt
+        )
+        leaving = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        f.view.workers["p1"] = replace(leaving, draining=True, block_bytes=1024)
+        f.view.index.store("p1", dict.fromkeys(hashes[:5], Tier.DEVICE))
+        request = ids(*prompt)
+        request.explain = True
+        _, messages = await answered(f.stub.Generate(request), f.worker, [5])
+        prediction = messages[0].plan.prediction
+        assert (prediction.cached_tokens, prediction.fetched_tokens) == (0, 20)
+        registry = f.dispatcher._metrics.registry
+        assert registry.get_sample_value("headrace_router_predicted_cached_tokens_total") == 20
+
+
 @pytest.mark.parametrize(
     ("message", "code", "words"),
     [
