@@ -248,7 +248,7 @@ class RouterSettings(_Section):
     )
     self_test_interval_s: Seconds = Field(
         default=30.0,
-        description="without a token from a worker for this long, the router asks for two itself, to know that it is ready",
+        description="when no worker has sent a token for this long, the router asks for two, to know that it is ready",
     )
     max_unread_tokens: Positive = Field(
         default=4096, description="a stream whose client leaves more than this unread is ended"

@@ -1,5 +1,5 @@
-"""Traces of requests over all processes, for OpenTelemetry: each phase is a span, made from recorded times when the phase
-is over. Nothing is done per token.
+"""Traces of requests over all processes, for OpenTelemetry: each phase is a span, made from recorded times when the
+phase is over. Nothing is done per token.
 
     router     Generate ─┬─ admission
                          ├─ decision
@@ -35,8 +35,8 @@ _KEY = "traceparent"
 
 
 class Span:
-    """One span that goes on, or nothing where the request is not traced. Times are of `time.monotonic`. `end` once; what
-    comes after that is lost.
+    """One span that goes on, or nothing where the request is not traced. Times are of `time.monotonic`. `end` once;
+    what comes after that is lost.
     """
 
     __slots__ = ("_offset_ns", "_span", "_tracer", "traceparent")
@@ -98,13 +98,15 @@ class Span:
 class Tracing:
     """Of one process. `close` sends what is left; it blocks, for a bounded time."""
 
-    def __init__(self, tracer: trace.Tracer | None = None, close: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, tracer: trace.Tracer | None = None, close: Callable[[], object] = lambda: None
+    ) -> None:
         self._tracer = tracer
         self.close = close
 
     def begin(self, name: str, traceparent: str, start_s: float, **attributes: Attribute) -> Span:
-        """This process's part of a request, under the span that `traceparent` names; where it names none, a trace of its
-        own. Those that are not sampled are handed on and recorded nowhere.
+        """This process's part of a request, under the span that `traceparent` names; where it names none, a trace of
+        its own. Those that are not sampled are handed on and recorded nowhere.
         """
         if self._tracer is None:
             return Span(traceparent)

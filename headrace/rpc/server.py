@@ -12,6 +12,8 @@ from headrace.config import RpcSettings
 from headrace.errors import Unavailable
 from headrace.rpc.status import ErrorInterceptor
 
+LIVENESS = "liveness"  # a service by this name is healthy for as long as the process answers
+
 _MIN_PING_INTERVAL_MS = 1000
 _MAX_STREAMS = 8192
 
@@ -34,6 +36,8 @@ class RpcServer:
     async def start(self) -> str:
         """Bind and serve. Returns the address that others reach this process by."""
         await self.set_ready(ready=False)
+        # Liveness is that there is an answer: the event loop turns.
+        await self.health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         wanted = f"{self._settings.host}:{self._settings.port}"
         try:
             self.port = self.grpc_server.add_insecure_port(wanted)
