@@ -90,7 +90,9 @@ class EngineSettings(_Section):
         default=5.0, description="a grammar that takes longer to compile is refused"
     )
     stall_warning_s: Seconds = Field(
-        default=10.0, description="work waiting and nothing scheduled for this long is logged"
+        default=10.0,
+        description="work waiting and nothing scheduled for this long is logged; a step that takes as long makes the"
+        " worker not ready",
     )
 
 

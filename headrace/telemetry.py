@@ -6,6 +6,7 @@ import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.utils import floatToGoString
 
 from headrace.errors import Unavailable
+from headrace.tracing import Tracing
 
 # Bounds of histograms: from a token of a fast engine to a long queue.
 SECONDS = (
@@ -43,6 +45,23 @@ class Distribution:
         """As HistogramMetricFamily takes them: cumulative, by upper bound."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True))
+
+
+# What a worker does for a request, each observed where it is done.
+WORKER_PHASES = ("queue", "prefill", "transfer", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTelemetry:
+    """Where the roles of one worker tell how long requests took. Used on its event loop."""
+
+    tracing: Tracing = field(default_factory=Tracing)
+    phases: dict[str, Distribution] = field(
+        default_factory=lambda: {phase: Distribution(SECONDS) for phase in WORKER_PHASES}
+    )
+    inter_token: Distribution = field(
+        default_factory=lambda: Distribution(SECONDS)
+    )  # a request's mean, per token
 
 
 def configure_logging(level: str, process: str, file: Path | None = None) -> None:

@@ -32,6 +32,7 @@ Attribute = str | int | float | bool
 _EXPORT_TIMEOUT_S = 5.0
 _EXPORT_INTERVAL_MS = 1000
 _KEY = "traceparent"
+NOT_SAMPLED = f"00-{'f' * 32}-{'f' * 16}-00"  # of what nobody is to trace, wherever it goes
 
 
 class Span:

@@ -22,6 +22,7 @@ import structlog
 from headrace.errors import HeadraceError
 from headrace.priority import MIN_PRIORITY
 from headrace.sampling_params import SamplingParams
+from headrace.tracing import NOT_SAMPLED, Span
 from router.dispatch import Dispatcher
 from router.request_run import Phase, Progress, RequestRun
 from router.requests import GenerationRequest, ServedModel
@@ -117,7 +118,8 @@ class Readiness:
         self._next_test_at = time.monotonic() + _PAUSE_S
 
     async def _answer(self) -> None:
-        run = RequestRun(self._request(), self._model.tokenizer, self._dispatcher, Progress())
+        progress = Progress(span=Span(NOT_SAMPLED))
+        run = RequestRun(self._request(), self._model.tokenizer, self._dispatcher, progress)
         try:
             while run.phase is not Phase.ENDED:
                 await run.advance()
