@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import numpy as np
@@ -47,6 +47,7 @@ _LOAD_TOKENS = (20, 400)  # of an answer
 LOAD_STEP_S = 0.05
 _INCARNATION = "of decode-0"
 _SETTLE_TIMEOUT_S = 10.0
+_When = Literal["now", "collected"]
 _PER_REQUEST = (Generation, RequestRun, Dispatch, Charge, AnswerStream)
 
 
@@ -61,16 +62,16 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Of a running pair. `figures(collect)` asks both processes; `collect`: after a collection of garbage."""
+    """Of a running pair. `figures(when)` asks both processes: now, or collected: when garbage has been."""
 
     router: str
     worker: str
-    figures: Callable[[bool], Figures]
+    figures: Callable[[_When], Figures]
 
     def settled(self) -> Figures:
         """When nothing is in flight any more, or when that should have been."""
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
-        while any((figures := self.figures(True)).gauges.values()) and time.monotonic() < deadline:
+        while any((figures := self.figures("collected")).gauges.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return figures
 
@@ -85,9 +86,9 @@ def router_and_worker(step_s: float = 0.0) -> Generator[Doors]:
         os.sched_setaffinity(0, cores[:-1] or cores)
         stack.callback(os.sched_setaffinity, 0, cores)
 
-        def figures(collect: bool) -> Figures:
+        def figures(when: _When) -> Figures:
             for one in (connection, to_worker):
-                one.send(collect)
+                one.send(when)
             answer: Figures = _received(connection)
             answer.gauges["at_worker"] = _received(to_worker)
             return answer
@@ -107,9 +108,9 @@ class Relayed:
 
 def relay(doors: Doors, num_streams: int, num_tokens: int) -> Relayed:
     """`num_streams` answers of `num_tokens` each at once."""
-    before, started = doors.figures(False), time.perf_counter()
+    before, started = doors.figures("now"), time.perf_counter()
     messages = uvloop.run(_all_answers(doors.router, num_streams, num_tokens))
-    seconds, cpu_s = time.perf_counter() - started, doors.figures(False).cpu_s - before.cpu_s
+    seconds, cpu_s = time.perf_counter() - started, doors.figures("now").cpu_s - before.cpu_s
     count = num_streams * num_tokens
     return Relayed(count / seconds, messages / seconds, cpu_s / count * 1e6, cpu_s / seconds)
 
@@ -151,7 +152,7 @@ class Load:
                     clients.create_task(self._client(channel, self._seed + number, end))
                 while time.perf_counter() < end:
                     await asyncio.sleep(1.0)
-                    on_sample(await self._sample(lambda: self._doors.figures(False)))
+                    on_sample(await self._sample(lambda: self._doors.figures("now")))
         finally:
             await channel.close()
         return await self._sample(self._doors.settled)
@@ -286,8 +287,8 @@ async def _router(connection: Connection, worker_address: str) -> None:
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
     connection.send(await server.start())
 
-    def figures(collect: bool) -> Figures:
-        if collect:
+    def figures(when: _When) -> Figures:
+        if when == "collected":
             gc.collect()
         process = psutil.Process()
         times = process.cpu_times()
@@ -300,12 +301,12 @@ async def _router(connection: Connection, worker_address: str) -> None:
         }
         return Figures(times.user + times.system, process.memory_info().rss, gauges)
 
-    await _until_closed(connection, lambda collect: connection.send(figures(collect)))
+    await _until_closed(connection, lambda when: connection.send(figures(when)))
     await server.stop(0)
     await sessions.close()
 
 
-async def _until_closed(connection: Connection, on_message: Callable[[bool], None]) -> None:
+async def _until_closed(connection: Connection, on_message: Callable[[_When], None]) -> None:
     loop, closed = asyncio.get_running_loop(), asyncio.Event()
 
     def on_readable() -> None:

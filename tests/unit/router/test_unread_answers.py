@@ -16,6 +16,7 @@ from headrace.config import RpcSettings
 from tests.unit.router.test_service import front, ids, until
 
 WIDEST = (1 << 31) - 1
+SOCKET_BYTES = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])  # the largest send buffer
 BYTES_PER_TOKEN = 5  # two of the id, three of the U+FFFD that is its text
 DELTA = [200] * 1000
 DATA, HEADERS, SETTINGS, WINDOW_UPDATE = 0, 1, 4, 8
@@ -67,7 +68,6 @@ async def test_gr01_the_widest_window_lets_no_more_than_the_sockets_buffer_be_ke
     """With a keepalive that does not end the connection meanwhile."""
     patient = RpcSettings(keepalive_s=60.0, keepalive_timeout_s=60.0)
     monkeypatch.setattr("tests.unit.router.test_service.RPC", patient)
-    socket_bytes = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
     async with front(tiny_model_files, max_unread_tokens=10_000) as f:
         with call_without_reading(f.address) as client:
             asked = (await f.worker.received.get()).start
@@ -76,7 +76,7 @@ async def test_gr01_the_widest_window_lets_no_more_than_the_sockets_buffer_be_ke
             while f.worker.received.empty():
                 f.worker.send(asked.request_id, DELTA)
                 num_sent += len(DELTA)
-                assert num_sent * BYTES_PER_TOKEN < 2 * socket_bytes
+                assert num_sent * BYTES_PER_TOKEN < 2 * SOCKET_BYTES
                 await asyncio.sleep(0.001)  # room for the transport
             assert (await f.worker.received.get()).abort.request_id == asked.request_id
             assert num_sent > 10_000
