@@ -176,11 +176,7 @@ class WorkerSession:
             while isinstance(
                 frame := await self._call.read(), worker_pb2.StepFrame
             ):  # else: the end of the stream
-                for delta in frame.deltas:
-                    stream = self._streams.get(delta.request_id)
-                    if stream is not None and not stream.push(delta):
-                        self.abort(delta.request_id)
-                        self.forget(delta.request_id)
+                self._hand_out(frame)
         except (
             grpc.aio.AioRpcError
         ) as rpc_error:  # whatever it says, this worker's answers do not come any more
@@ -192,6 +188,13 @@ class WorkerSession:
             for stream in self._streams.values():
                 stream.fail(error)
             await self.close()
+
+    def _hand_out(self, frame: worker_pb2.StepFrame) -> None:
+        for delta in frame.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None and not stream.push(delta):
+                self.abort(delta.request_id)
+                self.forget(delta.request_id)
 
     def start(self, start: worker_pb2.StartRequest) -> AnswerStream:
         """Send a request. Its deltas come to the stream until `forget`. Raises WorkerGone."""
