@@ -395,6 +395,27 @@ async def test_gr02_what_is_larger_than_the_limit_names_it_and_the_channel_lives
             assert len(tokens_of(await front.ask(ids(prompt_of(1))))) == 1
 
 
+async def test_gr02_a_prompt_that_becomes_larger_than_the_limit_on_its_way_harms_nobody(settings_with):
+    """It came in as text of half the size. To send it would end the worker's session, and with it all its requests."""
+    settings = settings_with(rpc={"max_message_bytes": 4096}, engine={"num_blocks": 1200})
+    async with workers(settings, D) as [worker], front_of(settings, 1) as front:
+        gate = Gate(worker)
+        other = asyncio.create_task(front.ask(ids(prompt_of(1), max_tokens=8)))
+        await gate.begun(1)
+        large = inference_pb2.GenerateRequest(text="é" * 1100)
+        try:
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await front.ask(large)
+        finally:
+            gate.open()
+        assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "4096" in failure.value.details()
+        assert await front.predicted(large) == {"decode-0": 0}  # it was not sent
+        messages = await other
+        assert len(tokens_of(messages)) == 8
+        assert front.router.tally.requests == {"INVALID_ARGUMENT": 1, "ok": 1}
+
+
 async def test_gr02_messages_to_a_worker_may_exceed_grpcs_own_limit(roomy):
     """4 MiB, where a channel without limits of its own breaks. The worker refuses the prompt, and no more."""
     async with workers(roomy, D) as [worker], front_of(roomy, 1) as front:
