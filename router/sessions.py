@@ -194,8 +194,8 @@ class WorkerSession:
             await self.close()
 
     def start(self, start: worker_pb2.StartRequest) -> AnswerStream:
-        """Send a request. Its deltas come to the stream until `forget`. Raises WorkerGone; InvalidRequest for what is too
-        large for a message: gRPC would end the session, and with it all its requests.
+        """Send a request. Its deltas come to the stream until `forget`. Raises WorkerGone, or InvalidRequest if it is
+        too large for a message: gRPC would end the session, and with it all its requests.
         """
         if self.lost:
             raise WorkerGone(f"decode worker {self.worker_id} was lost")

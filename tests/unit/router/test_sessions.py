@@ -39,6 +39,13 @@ class ManualWorker(worker_pb2_grpc.WorkerServicer):
         async for message in requests:
             self.received.put_nowait(message)
 
+    def step(self, token_ids_by_request):
+        """One frame for several requests."""
+        deltas = [
+            worker_pb2.SequenceDelta(request_id=r, token_ids=t) for r, t in token_ids_by_request.items()
+        ]
+        self.frames.put_nowait(worker_pb2.StepFrame(incarnation=self.incarnation, deltas=deltas))
+
     def send(self, request_id, token_ids=(), end=None, **choice):
         delta = worker_pb2.SequenceDelta(request_id=request_id, token_ids=token_ids, end=end, **choice)
         self.frames.put_nowait(worker_pb2.StepFrame(incarnation=self.incarnation, deltas=[delta]))
