@@ -18,7 +18,7 @@ from headrace.block_hash import HashRoot, block_hashes
 from headrace.clock import Deadline
 from headrace.config import RouterSettings
 from headrace.directory.view import DirectoryView
-from headrace.errors import DeadlineExceeded, Unavailable, WorkerGone
+from headrace.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import SamplingParams
@@ -122,6 +122,9 @@ class Dispatcher:
             except WorkerGone as error:
                 self._forget_assumed(plan, hashes)
                 log.warning("decode worker unreachable", request_id=run.request.label, error=str(error))
+            except InvalidRequest:
+                self._forget_assumed(plan, hashes)
+                raise
             if not run.deadline.remaining_s():
                 raise DeadlineExceeded(
                     "the request's deadline passed before a decode worker could be reached"

@@ -39,6 +39,13 @@ class ManualWorker(worker_pb2_grpc.WorkerServicer):
         async for message in requests:
             self.received.put_nowait(message)
 
+    def step(self, token_ids_by_request):
+        """One frame for several requests."""
+        deltas = [
+            worker_pb2.SequenceDelta(request_id=r, token_ids=t) for r, t in token_ids_by_request.items()
+        ]
+        self.frames.put_nowait(worker_pb2.StepFrame(incarnation=self.incarnation, deltas=deltas))
+
     def send(self, request_id, token_ids=(), end=None, **choice):
         delta = worker_pb2.SequenceDelta(request_id=request_id, token_ids=token_ids, end=end, **choice)
         self.frames.put_nowait(worker_pb2.StepFrame(incarnation=self.incarnation, deltas=[delta]))
@@ -75,6 +82,16 @@ async def test_requests_share_one_session_and_each_gets_its_own_tokens():
         assert (await a.next()).choices[0].token_ids == [1, 2]
         assert (await b.next()).choices[0].token_ids == [7]
         assert worker.sessions == 1
+
+
+async def test_gr02_a_frame_above_grpcs_own_limit_arrives():
+    """4 MiB: many answers with log-probabilities, or one whose router was slow."""
+    async with connected(max_unread=1 << 21) as (worker, sessions, address, _):
+        stream = (await sessions.get("d0", "i1", address)).start(start("a"))
+        worker.send("a", [100_000] * 1_500_000, worker_pb2.SequenceEnd(), finish_reason="length")
+        delta = await stream.next()
+        assert len(delta.choices[0].token_ids) == 1_500_000
+        assert delta.end is not None
 
 
 async def test_a_slow_consumer_gets_merged_deltas_and_the_end():
