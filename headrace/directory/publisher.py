@@ -26,7 +26,7 @@ from headrace.tier import Tier
 log = structlog.get_logger()
 
 _START_TIMEOUT_S = 10.0
-_GATHER_S = 0.002
+_LEAST_INTERVAL_S = 0.002
 _MAX_EVENT_BLOCKS = 2048  # an event with more is announced without them: watchers read the set
 
 
@@ -145,15 +145,15 @@ class Publisher:
         return self._refresh_s if self._superseded else self._interval_s
 
     async def _sleep(self, delay_s: float) -> None:
-        """Or until a moment after it is woken, in which what follows on the heels of the news gathers."""
+        """Or until it is woken, which is not heeded more often than the directory can take."""
         try:
             async with asyncio.timeout(delay_s):
+                await asyncio.sleep(_LEAST_INTERVAL_S)
                 await self._wake.wait()
-                if not self._stopping:
-                    self._wake.clear()
-                    await asyncio.sleep(_GATHER_S)
         except TimeoutError:
             pass
+        if not self._stopping:
+            self._wake.clear()
 
     async def _claim(self, record: WorkerRecord) -> None:
         """Register anew. A worker id that another incarnation has taken over is left to it, until it goes."""

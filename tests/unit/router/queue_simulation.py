@@ -51,7 +51,7 @@ class Events:
     """How what workers publish reaches the routers."""
 
     interval_s: float | None = 0.05  # None: never
-    delay_s: float = 0.005  # from the publisher to a router's view
+    delay_s: float = 0.003  # from the worker to a router's view
     lost: float = 0.0  # fraction
 
 
