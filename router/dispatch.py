@@ -66,7 +66,9 @@ class Dispatcher:
     ) -> None:
         self.ledger = Ledger()
         self.costs = FleetCosts()
-        self.admission = Admission(settings)
+        self.admission = Admission(
+            settings, self._cost_ms, self.ledger.clock, least_prefill_ms=self._least_prefill_ms
+        )
         self._metrics = metrics or RouterMetrics()
         self._view = view
         self._sessions = sessions
@@ -249,6 +251,13 @@ class Dispatcher:
                 f"no decode worker that serves {self._model.name!r} is alive and well", _RETRY_AFTER_S
             )
         return cluster, hashes
+
+    def _cost_ms(self, request: GenerationRequest) -> float:
+        sampling = request.sampling
+        return 1e3 * self.costs.request_s(len(request.token_ids), sampling.max_tokens, sampling.n)
+
+    def _least_prefill_ms(self, request: GenerationRequest) -> float:
+        return 1e3 * self.costs.least_prefill_s(len(request.token_ids))
 
     def _current_fleet(self) -> Fleet:
         if self._fleet is None or self._fleet.version != self._view.version:

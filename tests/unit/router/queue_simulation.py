@@ -51,7 +51,7 @@ class Events:
     """How what workers publish reaches the routers."""
 
     interval_s: float | None = 0.05  # None: never
-    delay_s: float = 0.0
+    delay_s: float = 0.003  # from the worker to a router's view
     lost: float = 0.0  # fraction
 
 
@@ -79,6 +79,7 @@ class Worker:
     context: int = 0
     changed: set[int] = field(default_factory=set)  # blocks that came or went since the last event
     sequence: int = 1
+    told: tuple[RouterShare, ...] = ()  # with the last event
     prompts: list[Prompt] = field(default_factory=list)  # that it has not finished
     decoding: Counter[str] = field(default_factory=Counter)  # sequences by router
     decoding_tokens: Counter[str] = field(default_factory=Counter)
@@ -94,7 +95,7 @@ class Worker:
         while len(self.cache) > self.num_blocks:
             self.changed.add(self.cache.popitem(last=False)[0])
 
-    def event(self, now_s: float) -> DirectoryEvent:
+    def event(self, shares: tuple[RouterShare, ...]) -> DirectoryEvent:
         self.sequence += 1
         stored = {digest(b): Tier.DEVICE for b in self.changed if b in self.cache}
         removed = tuple(digest(b) for b in self.changed if b not in self.cache)
@@ -105,7 +106,7 @@ class Worker:
             self.sequence,
             stored,
             removed,
-            shares=self.shares(now_s),
+            shares=shares,
         )
 
     def shares(self, now_s: float) -> tuple[RouterShare, ...]:
@@ -236,17 +237,21 @@ class Simulation:
         heapq.heappush(self.events, (at_s, next(self.numbers), life))
 
     def _publishing(self, worker: Worker) -> Iterator[float]:
-        before: tuple[RouterShare, ...] = ()
         while self.num_left:
-            shares = worker.shares(self.clock.now())
-            if worker.changed or shares != before:
-                before = shares
-                event = worker.event(self.clock.now())
-                for router in self.routers:
-                    if self.random.random() >= self.published.lost:
-                        arrives_at = self.clock.now() + self.published.delay_s
-                        self._later(arrives_at, self._delivery(router, worker, event))
+            self._publish(worker)
             yield self.clock.now() + (self.published.interval_s or 0.0)
+
+    def _publish(self, worker: Worker) -> None:
+        """If there is anything to tell."""
+        shares = worker.shares(self.clock.now())
+        if self.published.interval_s is None or not (worker.changed or shares != worker.told):
+            return
+        worker.told = shares
+        event = worker.event(shares)
+        arrives_at = self.clock.now() + self.published.delay_s
+        for router in self.routers:
+            if self.random.random() >= self.published.lost:
+                self._later(arrives_at, self._delivery(router, worker, event))
 
     def _delivery(self, router: Router, worker: Worker, event: DirectoryEvent) -> Iterator[float]:
         if not router.view.apply(event):
@@ -295,6 +300,7 @@ class Simulation:
         end.prefill_worker = chosen.worker_id if plan.prefill else ""
         prompt = Prompt(router_id, num_tokens, num_tokens - cached, start_s, worker.free_at_s)
         worker.prompts.append(prompt)
+        self._publish(worker)  # a prompt that arrives is told at once
         yield worker.free_at_s
         worker.prompts.remove(prompt)
 
