@@ -24,7 +24,7 @@ from router.front_door import FrontDoor, Generation
 _MAX_BODY_BYTES = 4 << 20
 _READ_TIMEOUT_S = 30.0
 
-_Handler = Callable[[Request], Awaitable[Response]]
+_Handler = Callable[[Request], Awaitable[Response | EventStream]]
 
 
 def routes(observer: Observer, door: FrontDoor) -> list[BaseRoute]:
@@ -52,12 +52,12 @@ class _Console:
             self._observer.json(), media_type="application/json", headers={"cache-control": "no-store"}
         )
 
-    async def follow(self, request: Request) -> Response:
+    async def follow(self, request: Request) -> EventStream:
         """Server-sent events: a state each second."""
         await self._door.callers.caller(_authorization(request))
         return EventStream(self._states())
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request) -> EventStream:
         """JSON as `Question`; server-sent events as `playground.events`."""
         await self._door.callers.caller(_authorization(request))  # strangers get nothing read
         # A page of another site can post anything but this without asking the browser's leave first.
@@ -82,7 +82,7 @@ async def _answer(generation: Generation) -> AsyncGenerator[bytes]:
 
 def _answered(handler: _Handler) -> _Handler:
     @wraps(handler)
-    async def answer(request: Request) -> Response:
+    async def answer(request: Request) -> Response | EventStream:
         try:
             return await handler(request)
         except HeadraceError as error:

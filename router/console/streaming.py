@@ -27,7 +27,7 @@ _STATUS = {
     Code.UNAVAILABLE: 503,
     Code.DEADLINE_EXCEEDED: 504,
 }
-_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 _JSON = TypeAdapter(object)
 
 
@@ -50,13 +50,12 @@ def framed(json: bytes) -> bytes:
     return b"data: " + json + b"\n\n"
 
 
-class EventStream(Response):
-    """Events, as bytes, until they end or the client leaves; then the generator is closed before this returns. An
+class EventStream:
+    """A response: events, as bytes, until they end or the client leaves; then the generator is closed before this returns. An
     error before the first one is the status of the answer, a later one the last event.
     """
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(headers=_HEADERS)
         self._events = events
         self._started = False
 
@@ -104,7 +103,7 @@ class EventStream(Response):
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
         if not self._started:
             self._started = True
-            start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            start: Message = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
             await send(start)
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
