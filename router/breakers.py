@@ -65,7 +65,7 @@ class Breakers:
         return {name for name, breaker in self._breakers.items() if breaker.state is _State.OPEN}
 
     def state(self, incarnation: str) -> str:
-        """"closed", "open" or "half-open"."""
+        """One of "closed", "open" and "half-open"."""
         breaker = self._breakers.get(incarnation)
         return "closed" if breaker is None else breaker.state.name.lower().replace("_", "-")
 

@@ -163,7 +163,8 @@ def _facts(router: RouterState) -> str:
 
 
 def _workers(state: FleetState) -> Table:
-    title = f"workers (of this router's answers of the last {_age(state.window_s)}: TTFT, ITL, cached, KV sent and read)"
+    window = _age(state.window_s)
+    title = f"workers (TTFT, ITL, cached, KV sent and read: of this router's answers of the last {window})"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for column in ("worker", "role", "state", "KV used", "cached blocks", "run/wait", "owed"):
         table.add_column(column, no_wrap=column in ("worker", "role", "state"))

@@ -1,4 +1,4 @@
-"""The live view of the fleet, and a playground: a web page at /console, and the JSON behind it that `headrace top` shows.
+"""The live view of the fleet, and a playground: a page at /console, and the JSON behind it that `headrace top` shows.
 
 state.py        what is shown, as plain data
 observer.py     makes it, once a second, from what the router knows

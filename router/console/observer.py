@@ -194,7 +194,7 @@ class Observer:
     def _condition(self, known: _Known) -> Condition:
         if known.gone_at_s is not None:
             return Condition.GONE
-        if not self._breakers.allows(known.record.incarnation):
+        if self._breakers.state(known.record.incarnation) == "open":
             return Condition.SET_ASIDE
         return Condition.DRAINING if known.record.draining else Condition.SERVING
 

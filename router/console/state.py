@@ -1,4 +1,4 @@
-"""The fleet as the router sees it, as plain data. `headrace top` and the web page show it; JSON is its only form outside.
+"""The fleet as the router sees it, as plain data. `headrace top` and the web page show it; outside it is JSON.
 
 Figures of answers are over the last `window_s`. Bytes per second are over the last `rate_s`.
 """
@@ -31,7 +31,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Prompt tokens of recent answers whose workers reported: all, those predicted to be cached, and those that were."""
+    """Prompt tokens of recent answers whose workers reported: all, predicted to be cached, and found cached."""
 
     prompt_tokens: int = 0
     predicted_tokens: int = 0

@@ -51,8 +51,8 @@ def framed(json: bytes) -> bytes:
 
 
 class EventStream:
-    """A response: events, as bytes, until they end or the client leaves; then the generator is closed before this returns. An
-    error before the first one is the status of the answer, a later one the last event.
+    """A response: events, as bytes, until they end or the client leaves; then the generator is closed before this
+    returns. An error before the first one is the status of the answer, a later one the last event.
     """
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
@@ -82,7 +82,7 @@ class EventStream:
             return error
         except OSError:
             return None  # the connection broke
-        except Exception:  # noqa: BLE001 - the service border
+        except Exception:
             log.exception("console request failed")
             return InternalError("an error inside the router; its log has more")
         return None

@@ -35,12 +35,15 @@ def settings(tiny_model_files, redis_url):
 async def console(settings, *roles, num_others=0):
     """The page, with a row for each worker."""
     num_workers = len(roles) + num_others
-    async with workers(settings, *roles), running_router(settings, num_workers) as router:
-        async with browser_page() as page:
-            await page.goto(f"{router.http_address}/console")
-            await expect(page.locator("#link")).to_have_text("live")
-            await expect(page.locator("tr[data-condition=serving]")).to_have_count(num_workers)
-            yield page
+    async with (
+        workers(settings, *roles),
+        running_router(settings, num_workers) as router,
+        browser_page() as page,
+    ):
+        await page.goto(f"{router.http_address}/console")
+        await expect(page.locator("#link")).to_have_text("live")
+        await expect(page.locator("tr[data-condition=serving]")).to_have_count(num_workers)
+        yield page
 
 
 async def ask(page: Page, prompt: str, *, regex: str = "", max_tokens: int = 12) -> None:
@@ -107,7 +110,9 @@ async def test_a_killed_worker_is_marked(settings, tmp_path):
             await expect(row).to_have_attribute("data-condition", "serving")
             doomed.kill()
             await expect(row).to_have_attribute("data-condition", "gone")
-            await expect(page.locator("[data-worker=decode-1]")).to_have_attribute("data-condition", "serving")
+            await expect(page.locator("[data-worker=decode-1]")).to_have_attribute(
+                "data-condition", "serving"
+            )
     finally:
         doomed.stop()
 

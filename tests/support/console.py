@@ -49,4 +49,6 @@ async def browser_page(**options) -> AsyncIterator[Page]:
 
 def _is_error(message: ConsoleMessage) -> bool:
     """That a request was refused is noted by the browser itself."""
-    return message.type == "error" and not message.text.startswith("Failed to load resource: the server responded")
+    return message.type == "error" and not message.text.startswith(
+        "Failed to load resource: the server responded"
+    )
