@@ -13,12 +13,12 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect, sync_playwright
 
-_SIZE = {"width": 1280, "height": 1000}
+_SIZE = {"width": 1440, "height": 1000}
 _MAX_BYTES = 300_000
 _PROMPTS = [
-    "A headrace is the channel that leads water from a reservoir to a turbine. It has to carry enough water when demand"
-    " is high, lose little height on the way, and keep out sand. Explain why the channel matters as much as the turbine.",
-    "Write a short list of what an engineer who designs a channel for water has to look at first, and say why.",
+    "Write a short list of what an engineer who designs a channel for water looks at first.",
+    "A headrace is the channel that leads water from a reservoir to a turbine. It has to carry enough water when"
+    " demand is high, lose little height on the way, and keep out sand. Explain why it matters as much as the turbine.",
 ]
 _ROUNDS = 3
 
@@ -33,7 +33,8 @@ def main(url: str, target: Path) -> None:
         page.goto(f"{url.rstrip('/')}/console")
         expect(page.locator("#link")).to_have_text("live")
         for number in range(_ROUNDS * len(_PROMPTS)):
-            _ask(page, _PROMPTS[number % len(_PROMPTS)])
+            # Numbered at the front, so that none finds another one's beginning in a cache.
+            _ask(page, f"{number + 1}. {_PROMPTS[number % len(_PROMPTS)]}")
         page.wait_for_timeout(2_000)  # the live view counts what has just ended
         picture = page.screenshot(full_page=True, path=target)
         browser.close()
