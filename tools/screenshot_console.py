@@ -1,6 +1,6 @@
 """Take docs/console.png: the console of a running router, with a little load and a finished run of the playground.
 
-headrace up --prefill 2 --decode 2
+headrace up --prefill 1 --decode 1
 python tools/screenshot_console.py http://127.0.0.1:8000 docs/console.png
 """
 
@@ -11,9 +11,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
-_SIZE = {"width": 1440, "height": 1000}
+_SIZE = ViewportSize(width=1440, height=1000)
 _MAX_BYTES = 300_000
 _PROMPTS = [
     "Write a short list of what an engineer who designs a channel for water looks at first.",

@@ -6,6 +6,7 @@ import asyncio
 import json
 import uuid
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 
 import httpx2
 import pytest
@@ -34,9 +35,12 @@ def settings(tiny_model_files):
 
 @asynccontextmanager
 async def console(settings):
-    async with workers(settings, P, D), running_router(settings, 2) as router:
-        async with httpx2.AsyncClient(base_url=router.http_address, timeout=10) as client:
-            yield client, router
+    async with (
+        workers(settings, P, D),
+        running_router(settings, 2) as router,
+        httpx2.AsyncClient(base_url=router.http_address, timeout=10) as client,
+    ):
+        yield client, router
 
 
 def events(text):
@@ -52,7 +56,7 @@ async def test_top_shows_what_the_playground_did(settings):
         assert end["completion_tokens"] == 4
         bounds = [(phase["start_s"], phase["end_s"]) for phase in end["phases"]]
         assert bounds[0][0] == 0 and bounds[-1][1] == end["total_s"]
-        assert all(end_s == start_s for (_, end_s), (start_s, _) in zip(bounds, bounds[1:], strict=False))
+        assert all(end_s == start_s for (_, end_s), (start_s, _) in pairwise(bounds))
         async with asyncio.timeout(10):
             state = state_from_json(await asyncio.to_thread(fetch, router.http_address, None))
             while state.router.requests != {"ok": 1}:
@@ -128,4 +132,6 @@ async def test_the_page_allows_its_own_script_and_style_alone(settings):
         policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
         assert policy["default-src"] == "'none'" and policy["script-src"].startswith("'sha256-")
         assert "unsafe" not in page.headers["content-security-policy"]
-        assert "set-cookie" not in page.headers and "http://" not in page.text.replace("http://www.w3.org", "")
+        assert "set-cookie" not in page.headers and "http://" not in page.text.replace(
+            "http://www.w3.org", ""
+        )

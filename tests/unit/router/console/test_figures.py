@@ -6,7 +6,9 @@ from router.console.figures import RATE_S, by_worker, latency, of_all
 from router.recent import Answered
 
 
-def answered(at_s=0.0, prefill="p", decode="d", *, cached: int | None = 30, itl_s: float | None = 0.02, failed=()):
+def answered(
+    at_s=0.0, prefill="p", decode="d", *, cached: int | None = 30, itl_s: float | None = 0.02, failed=()
+):
     return Answered(at_s, prefill, decode, 0.1, itl_s, 100, 40, cached, 1000, 0.01, failed)
 
 
