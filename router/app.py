@@ -20,6 +20,8 @@ from headrace.rpc.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
 from router.breakers import Breakers, HealthProbe
+from router.console import Observer
+from router.console import routes as console_routes
 from router.dispatch import Dispatcher
 from router.front_door import FrontDoor
 from router.http.generate import Generator
@@ -94,6 +96,8 @@ class Router:
         self.tally = door.tally
         self._server = RpcServer(settings.rpc, SERVICES)
         add_services(self._server, door, model, self.view, lambda: self.ready)
+        self._observer = Observer(self.view, self._watcher, door, self._breakers, model.name)
+        self._observing = _supervised(self._observer.run(), "console")
         self.metrics.show(self.view, self._watcher, self.tally, self.dispatcher.admission)
         port, self._stop_metrics = serve_metrics(
             self.metrics.registry, settings.rpc.host, settings.telemetry.metrics_port
@@ -113,13 +117,14 @@ class Router:
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones end within the drain time, leave nothing behind."""
+        self._observing.cancel()  # those who follow the console would stay for ever
         await asyncio.gather(
             self._server.stop(self._settings.rpc.drain_timeout_s),
             *([self._http.stop()] if self._http else []),
         )
         for task in (self._readiness, self._watching):
             task.cancel()
-        await asyncio.gather(self._readiness, self._watching, return_exceptions=True)
+        await asyncio.gather(self._readiness, self._watching, self._observing, return_exceptions=True)
         await self._sessions.close()
         await self._breakers.close()
         await self._directory.close()
@@ -130,7 +135,8 @@ class Router:
         if not settings.enabled:
             return
         pages = Pages(door, model, self.metrics.registry, lambda: self.ready)
-        app = application(pages, Generator(door, model, settings.max_prompts), door, settings)
+        generator = Generator(door, model, settings.max_prompts)
+        app = application(pages, generator, door, settings, console_routes(self._observer, door))
         self._http = HttpServer(app, settings, rpc.drain_timeout_s)
         self.http_address = await self._http.start(
             settings.host or rpc.host, settings.port, rpc.advertise_host

@@ -64,6 +64,11 @@ class Breakers:
         """Those that get nothing now."""
         return {name for name, breaker in self._breakers.items() if breaker.state is _State.OPEN}
 
+    def state(self, incarnation: str) -> str:
+        """One of "closed", "open" and "half-open"."""
+        breaker = self._breakers.get(incarnation)
+        return "closed" if breaker is None else breaker.state.name.lower().replace("_", "-")
+
     def succeeded(self, incarnation: str) -> None:
         if incarnation not in self.set_aside:
             self._breakers.pop(incarnation, None)

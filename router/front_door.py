@@ -14,6 +14,7 @@ from headrace.errors import HeadraceError
 from headrace.rpc.v1 import inference_pb2
 from router.callers import Anyone, Callers
 from router.dispatch import Dispatcher
+from router.recent import RecentAnswers
 from router.request_run import Progress, Update
 from router.requests import GenerationRequest, RequestParser
 from router.tally import Tally
@@ -25,12 +26,18 @@ class Generation:
     """A request that was let in. Use `updates` once."""
 
     def __init__(
-        self, request: GenerationRequest, progress: Progress, dispatcher: Dispatcher, tally: Tally
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        dispatcher: Dispatcher,
+        tally: Tally,
+        recent: RecentAnswers,
     ) -> None:
         self.request = request
         self.progress = progress
         self._dispatcher = dispatcher
         self._tally = tally
+        self._recent = recent
 
     async def updates(self) -> AsyncGenerator[Update]:
         """Until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
@@ -38,6 +45,9 @@ class Generation:
         try:
             async with aclosing(self._dispatcher.generate(self.request, self.progress)) as updates:
                 async for update in updates:
+                    self._recent.num_output_tokens += len(update.token_ids)
+                    if update.end is not None:
+                        self._recent.ended(self.progress, update.end, len(self.request.token_ids))
                     yield update
             outcome = "ok"
         except HeadraceError as error:
@@ -77,6 +87,7 @@ class FrontDoor:
         self.parser = parser
         self.dispatcher = dispatcher
         self.tally = Tally()
+        self.recent = RecentAnswers()
         self.callers = callers or Anyone()
         self._default_timeout_s = default_timeout_s
 
@@ -88,4 +99,4 @@ class FrontDoor:
         caller = await self.callers.caller(authorization)
         limit_s = self._default_timeout_s if timeout_s is None else timeout_s
         request = await self.parser.generation(message, limit_s, caller.tenant)
-        return Generation(request, progress, self.dispatcher, self.tally)
+        return Generation(request, progress, self.dispatcher, self.tally, self.recent)

@@ -30,6 +30,7 @@ from headrace.cli.options import (
     SetOption,
     TemperatureOption,
     TimeoutOption,
+    http_address,
     router_address,
     settings_from,
 )
@@ -220,6 +221,34 @@ def status(config: ConfigOption = None, assignments: SetOption = None) -> None:
         settings = settings.model_copy(update={"directory": directory})
         output.print(_router_line(running), highlight=False)
     output.print(status_report(settings))
+
+
+@app.command("top")
+def live_view(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            help="URL or HOST:PORT of a router's HTTP API. Default: the local cluster's.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The state as JSON, a line each second.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", envvar="HEADRACE_API_KEY", help="Where the router asks for one.", show_default=False
+        ),
+    ] = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Watch the router and its workers live. q or Ctrl-C ends it."""
+    from headrace.cli.top import show_fleet
+
+    url = address or http_address(settings_from(config, assignments))
+    show_fleet(url, api_key, as_json=as_json, once=once)
 
 
 IdOption = Annotated[
