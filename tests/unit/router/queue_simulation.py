@@ -145,6 +145,7 @@ class Result:
     ttfts_s: tuple[float, ...]
     hit_rate: float  # of prompt tokens
     balance: float  # busiest prefill worker over the mean
+    costs: FleetCosts  # as the first router learned them
 
     @property
     def mean_s(self) -> float:
@@ -230,7 +231,10 @@ class Simulation:
         assert not any(router.ledger.accounts for router in self.routers)
         busy = [worker.busy_s for worker in self.prefill]
         return Result(
-            tuple(self.ttfts_s), self.num_cached / self.num_tokens, max(busy) / max(fmean(busy), 1e-9)
+            tuple(self.ttfts_s),
+            self.num_cached / self.num_tokens,
+            max(busy) / max(fmean(busy), 1e-9),
+            self.routers[0].costs,
         )
 
     def _later(self, at_s: float, life: Iterator[float]) -> None:
@@ -347,7 +351,7 @@ def digests(blocks: Iterable[int]) -> list[bytes]:
     return [digest(block) for block in blocks]
 
 
-def _record(name: str, role: Role, num_blocks: int, rate: float = 7000.0) -> WorkerRecord:
+def _record(name: str, role: Role, num_blocks: int = 1000) -> WorkerRecord:
     return WorkerRecord(
         worker_id=name,
         role=role,
@@ -363,7 +367,7 @@ def _record(name: str, role: Role, num_blocks: int, rate: float = 7000.0) -> Wor
         vocab_size=1000,
         transport="local",
         draining=False,
-        load=WorkerLoad(0, 0, 0, 0, 0, prefill_tokens_per_s=rate),
+        load=WorkerLoad(0, 0, 0, 0, 0, prefill_tokens_per_s=7000.0),
         block_bytes=BLOCK * TOKEN_BYTES,
         kind="simulated",
     )
