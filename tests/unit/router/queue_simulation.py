@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 from statistics import fmean, quantiles
 
@@ -343,6 +344,7 @@ class Simulation:
         return self.random.lognormvariate(0, self.noise)
 
 
+@lru_cache(maxsize=1 << 17)
 def digest(block: int) -> bytes:
     return hashlib.md5(block.to_bytes(8, "little")).digest()
 

