@@ -1,7 +1,7 @@
 """From the directory's view and the ledger to what a policy sees, without looking at each worker for each request.
 
-    records ── when one changes ──▶ Fleet: who can work with whom, and where in the tables
-    + matches, ledger, costs ── each request, by column ──▶ ClusterView; the view of a worker when it is asked for
+records ── when one changes ──▶ Fleet: who can work with whom, and where in the tables
++ matches, ledger, costs ── each request, by column ──▶ ClusterView; the view of a worker when it is asked for
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class _Moment:
                 self._reported,
                 own.pending_prefill_tokens + pending,
                 own.num_requests + sequences,
-            )
+            ),
+            np.float64,
         )
 
     def _queue_s(self, num_prompts: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> Floats:

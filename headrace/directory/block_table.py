@@ -21,7 +21,9 @@ Slots = NDArray[np.int64]
 Values = NDArray[np.int32]
 
 _BUCKET_SLOTS = 8
-_BYTE_NUMBERS = np.uint64(sum(byte << 8 * (7 - byte) for byte in range(8)))  # times 256**b: b is the highest byte
+_BYTE_NUMBERS = np.uint64(
+    sum(byte << 8 * (7 - byte) for byte in range(8))
+)  # times 256**b: b is the highest byte
 _FIRST_BUCKETS = 1 << 7
 _MAX_FILL = 0.7
 _GROWTH_PIECE = 1 << 14

@@ -152,7 +152,9 @@ class ClusterView:
 
     prefill: Pool
     decode: Pool
-    holders: tuple[WorkerView, ...] = ()  # of the first blocks of the prompt those that have the most, the most first
+    holders: tuple[
+        WorkerView, ...
+    ] = ()  # of the first blocks of the prompt those that have the most, the most first
     token_bytes: float = 0.0  # KV of one token; 0: not known, and transfers are predicted by their latency
     transfer: Callable[[str, str], TransferCost] = _any_transfer  # owner to reader, by worker id. "": any
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.directory.prefix_index import Match, PrefixIndex
 from headrace.tier import Tier
-from tests.support.directory_samples import digest, digests, in_tier, lengths, on_device
+from tests.support.directory_samples import digests, in_tier, lengths, on_device
 
 
 def index_of(**blocks: list[int]) -> PrefixIndex:

@@ -326,9 +326,7 @@ async def test_a_change_of_the_shares_is_an_event_and_no_reason_to_read_the_reco
 async def test_what_is_in_a_hurry_does_not_wait_for_the_interval():
     directory = MemoryDirectory(SETTINGS, VirtualClock())
     current = RECORD
-    publisher = Publisher(
-        directory, lambda: current, SETTINGS.model_copy(update={"publish_interval_s": 2.0})
-    )
+    publisher = Publisher(directory, lambda: current, SETTINGS.model_copy(update={"publish_interval_s": 2.0}))
     await publisher.start()
     current = replace(RECORD, load=loaded(70))
     publisher.hurry()

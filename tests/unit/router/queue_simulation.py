@@ -1,7 +1,7 @@
-"""A fleet of queues in virtual time, for comparing policies: real policy, ledger, cost fits, view and index; workers are
-arithmetic.
+"""A fleet of queues in virtual time, for comparing policies: real policy, ledger, cost fits, view and index; workers
+are arithmetic.
 
-    arrival ─▶ a router: snapshot ─▶ policy ─▶ P: one prompt at a time, first come first served ─▶ first token ─▶ D: decodes
+    arrival ─▶ a router: snapshot ─▶ policy ─▶ P: one prompt at a time, first come first served ─▶ token ─▶ D: decodes
                    ▲                           └ its cache: whole blocks, least recently used out                │
                    └── events, late or lost ◀── blocks and load, published at intervals ◀──┘     report ─▶ fits ◀┘
 

@@ -55,7 +55,9 @@ def mixed_fleet():
     )
     for n, name in enumerate(names):
         bench.view.index.store(name, dict.fromkeys(PROMPT[: 3 * n], Tier.DEVICE))
-    end = worker_pb2.SequenceEnd(prefill_s=0.1, prefill_tokens=1000, decode_tokens=10, decode_s=0.1, mean_batch=2)
+    end = worker_pb2.SequenceEnd(
+        prefill_s=0.1, prefill_tokens=1000, decode_tokens=10, decode_s=0.1, mean_batch=2
+    )
     bench.costs.observe(bench.view.workers["p1"], bench.view.workers["d0"], end)
     return bench
 

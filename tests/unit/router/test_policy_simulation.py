@@ -56,7 +56,9 @@ def test_a_run_repeats_exactly():
 def quality(policy="predicted_time", num_requests=700, **changes):
     """Mean and p95 of the time to first token."""
     results = [
-        Simulation(policy, seed=seed, **changes).run(shared_prefixes(seed, num_requests=num_requests, rate=50))
+        Simulation(policy, seed=seed, **changes).run(
+            shared_prefixes(seed, num_requests=num_requests, rate=50)
+        )
         for seed in SEEDS
     ]
     return tuple(fmean(getattr(result, name) for result in results) for name in ("mean_s", "p95_s"))
