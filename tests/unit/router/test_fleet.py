@@ -14,7 +14,7 @@ from router.costs import FleetCosts
 from router.fleet import Fleet
 from router.ledger import Ledger
 from router.policy import load_policy
-from router.policy.prediction import first_token, predict, step_s
+from router.policy.prediction import first_token, planned, predict, step_s
 from router.policy.ranking import alone_s
 from router.policy.ranking import first_token as first_tokens
 from router.policy.ranking import step_s as steps_s
@@ -91,16 +91,17 @@ def test_ranking_says_what_the_predictions_say(token_bytes):
 
 def test_what_other_routers_have_at_a_worker_counts_beside_ones_own():
     shares = (RouterShare("own", 7, 7000, 7000), RouterShare("other", 2, 900, 400))
-    bench = Bench(worker("d0", load=replace(RECORD.load, shares=shares)), worker("d1"))
+    load = replace(RECORD.load, shares=shares)
+    bench = Bench(worker("d0", load=load), worker("d1"), worker("p0", Role.PREFILL, load=load))
     request = RequestView(1000, seed=1)
-    plan = load_policy("predicted_time")(request, bench.cluster())
-    assert plan.decode.worker_id == "d1"
+    plan = planned(request, bench.cluster(), bench.cluster().decode[1], (), "")
     with bench.ledger.charged(plan, 1000):
         d0, d1 = bench.cluster().decode
         assert (d0.active_sequences, d0.active_tokens, d0.pending_prefill_tokens) == (2, 900, 400)
         assert (d1.active_sequences, d1.active_tokens, d1.pending_prefill_tokens) == (1, 1000, 1000)
         cost = d0.costs.prefill
-        assert d0.queue_s == pytest.approx(2 * cost.seconds(200, 0))
+        assert d0.queue_s == pytest.approx(cost.seconds(400, 0))
+        assert bench.cluster().prefill[0].queue_s == pytest.approx(2 * cost.seconds(200, 0))
         assert d1.queue_s == pytest.approx(plan.prediction.prefill_s)
 
 
