@@ -361,7 +361,7 @@ class WorkerProcess:
                 free_blocks=load.free_blocks,
                 cached_blocks=load.cached_blocks,
                 prefill_tokens_per_s=load.prefill_tokens_per_s,
-                shares=_by_router(self._engine.shares()),
+                shares=by_router(self._engine.shares()),
             ),
             block_bytes=self._cache.block_bytes,
             kind=self._kind(),
@@ -397,7 +397,7 @@ class WorkerProcess:
         )
 
 
-def _by_router(shares: Mapping[str, Share]) -> tuple[RouterShare, ...]:
+def by_router(shares: Mapping[str, Share]) -> tuple[RouterShare, ...]:
     """The largest; of the others the sum."""
     each = sorted(
         (

@@ -72,7 +72,7 @@ class Publisher:
             self._blocks[block] = tier
 
     def hurry(self) -> None:
-        """What the record tells now can not wait: routers send the next prompt elsewhere only once they know of this."""
+        """What the record tells now can not wait: until they know, routers send the next prompt here, too."""
         if self._in_step:
             self._wake.set()
 

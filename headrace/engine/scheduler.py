@@ -122,7 +122,7 @@ class Scheduler:
         return self._queued_tokens + sum(len(s.token_ids) - s.num_computed for s in running)
 
     def shares(self, arriving: list[Sequence]) -> dict[str, Share]:
-        """Of the load, by who sent it; `arriving` are counted once if they are here. May be read from another thread."""
+        """Of the load, by who sent it. Of `arriving` those count that are not here. May be read from another thread."""
         sums: dict[str, list[int]] = {}
         known = {sequence.id: [sequence] for sequence in arriving} | self._sequences
         for choices in known.values():

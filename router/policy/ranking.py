@@ -1,4 +1,4 @@
-"""The terms of `prediction.py` for all workers of a pool at once, by column, to find the few that are worth a closer look.
+"""The terms of `prediction.py` for all workers of a pool at once, by column: to find the few worth a closer look.
 
 Where `prediction.py` takes the link between two workers, an average one stands in here.
 """

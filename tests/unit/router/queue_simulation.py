@@ -1,7 +1,7 @@
-"""A fleet of queues in virtual time, for comparing policies: real policy, ledger, cost fits, view and index; workers are
-arithmetic.
+"""A fleet of queues in virtual time, for comparing policies: real policy, ledger, cost fits, view and index; workers
+are arithmetic.
 
-    arrival ─▶ a router: snapshot ─▶ policy ─▶ P: one prompt at a time, first come first served ─▶ first token ─▶ D: decodes
+    arrival ─▶ a router: snapshot ─▶ policy ─▶ P: one prompt at a time, first come first served ─▶ token ─▶ D: decodes
                    ▲                           └ its cache: whole blocks, least recently used out                │
                    └── events, late or lost ◀── blocks and load, published at intervals ◀──┘     report ─▶ fits ◀┘
 
@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 from statistics import fmean, quantiles
 
@@ -145,6 +146,7 @@ class Result:
     ttfts_s: tuple[float, ...]
     hit_rate: float  # of prompt tokens
     balance: float  # busiest prefill worker over the mean
+    costs: FleetCosts  # as the first router learned them
 
     @property
     def mean_s(self) -> float:
@@ -230,7 +232,10 @@ class Simulation:
         assert not any(router.ledger.accounts for router in self.routers)
         busy = [worker.busy_s for worker in self.prefill]
         return Result(
-            tuple(self.ttfts_s), self.num_cached / self.num_tokens, max(busy) / max(fmean(busy), 1e-9)
+            tuple(self.ttfts_s),
+            self.num_cached / self.num_tokens,
+            max(busy) / max(fmean(busy), 1e-9),
+            self.routers[0].costs,
         )
 
     def _later(self, at_s: float, life: Iterator[float]) -> None:
@@ -339,6 +344,7 @@ class Simulation:
         return self.random.lognormvariate(0, self.noise)
 
 
+@lru_cache(maxsize=1 << 17)
 def digest(block: int) -> bytes:
     return hashlib.md5(block.to_bytes(8, "little")).digest()
 
@@ -347,7 +353,7 @@ def digests(blocks: Iterable[int]) -> list[bytes]:
     return [digest(block) for block in blocks]
 
 
-def _record(name: str, role: Role, num_blocks: int, rate: float = 7000.0) -> WorkerRecord:
+def _record(name: str, role: Role, num_blocks: int = 1000) -> WorkerRecord:
     return WorkerRecord(
         worker_id=name,
         role=role,
@@ -363,7 +369,7 @@ def _record(name: str, role: Role, num_blocks: int, rate: float = 7000.0) -> Wor
         vocab_size=1000,
         transport="local",
         draining=False,
-        load=WorkerLoad(0, 0, 0, 0, 0, prefill_tokens_per_s=rate),
+        load=WorkerLoad(0, 0, 0, 0, 0, prefill_tokens_per_s=7000.0),
         block_bytes=BLOCK * TOKEN_BYTES,
         kind="simulated",
     )
