@@ -278,7 +278,7 @@ async def test_what_is_to_be_fetched_counts_as_predicted(tiny_model_files):
             HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32"), prompt
         )
         leaving = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
-        f.view.workers["p1"] = replace(leaving, draining=True, block_bytes=1024)
+        f.view.admit(replace(leaving, draining=True, block_bytes=1024))
         f.view.index.store("p1", dict.fromkeys(hashes[:5], Tier.DEVICE))
         request = ids(*prompt)
         request.explain = True
