@@ -18,6 +18,7 @@ from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
 from router.breakers import Breakers, HealthProbe
+from router.callers import make_callers
 from router.dispatch import Dispatcher
 from router.front_door import FrontDoor
 from router.http.generate import Generator
@@ -82,9 +83,11 @@ class Router:
             self.metrics,
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
-        door = FrontDoor(parser, self.dispatcher, settings.router.default_timeout_s)
+        door = FrontDoor(
+            parser, self.dispatcher, settings.router.default_timeout_s, make_callers(settings.security)
+        )
         self.tally = door.tally
-        self._server = RpcServer(settings.rpc, [_SERVICE])
+        self._server = RpcServer(settings.rpc, [_SERVICE], front=settings.security)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(door, model), self._server.grpc_server
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import structlog
 
@@ -88,4 +89,5 @@ class FrontDoor:
         caller = await self.callers.caller(authorization)
         limit_s = self._default_timeout_s if timeout_s is None else timeout_s
         request = await self.parser.generation(message, limit_s, caller.tenant)
+        request = replace(request, cache_salt=caller.cache_salt)
         return Generation(request, progress, self.dispatcher, self.tally)
