@@ -343,6 +343,16 @@ class HttpSettings(_Section):
     )
 
 
+class ClientSettings(_Section):
+    """`headrace generate`, `chat` and `explain` as clients of a router."""
+
+    tls: bool = False
+    ca_file: Path | None = Field(default=None, description="whom to trust; none: public authorities")
+    cert_file: Path | None = Field(default=None, description="the client's own certificate")
+    key_file: Path | None = Field(default=None, description="of cert_file")
+    api_key_file: Path | None = Field(default=None, description="holds an API key or a token")
+
+
 class Settings(_Section):
     """All sections. Each process reads the ones it needs."""
 
@@ -352,6 +362,7 @@ class Settings(_Section):
     directory: DirectorySettings = DirectorySettings()
     rpc: RpcSettings = RpcSettings()
     security: SecuritySettings = SecuritySettings()
+    client: ClientSettings = ClientSettings()
     router: RouterSettings = RouterSettings()
     http: HttpSettings = HttpSettings()
     telemetry: TelemetrySettings = TelemetrySettings()

@@ -14,6 +14,7 @@ from headrace.directory.view import DirectoryView
 from headrace.directory.watcher import Watcher
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
+from headrace.rpc.tls import front_door_context
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
@@ -128,7 +129,9 @@ class Router:
             return
         pages = Pages(door, model, self.metrics.registry, lambda: self.ready)
         app = application(pages, Generator(door, model, settings.max_prompts), door, settings)
-        self._http = HttpServer(app, settings, rpc.drain_timeout_s)
+        self._http = HttpServer(
+            app, settings, rpc.drain_timeout_s, front_door_context(rpc, self._settings.security)
+        )
         self.http_address = await self._http.start(
             settings.host or rpc.host, settings.port, rpc.advertise_host
         )
