@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 import structlog
 
@@ -88,6 +87,5 @@ class FrontDoor:
         progress = Progress()
         caller = await self.callers.caller(authorization)
         limit_s = self._default_timeout_s if timeout_s is None else timeout_s
-        request = await self.parser.generation(message, limit_s, caller.tenant)
-        request = replace(request, cache_salt=caller.cache_salt)
+        request = await self.parser.generation(message, limit_s, caller)
         return Generation(request, progress, self.dispatcher, self.tally)

@@ -141,7 +141,9 @@ class Provider:
         keys = []
         for kid in self.published:
             algorithm = jwt.get_algorithm_by_name("ES256" if kid == "ec" else "RS256")
-            keys.append({**json.loads(algorithm.to_jwk(self.keys[kid].public_key())), "kid": kid, "use": "sig"})
+            keys.append(
+                {**json.loads(algorithm.to_jwk(self.keys[kid].public_key())), "kid": kid, "use": "sig"}
+            )
         return json.dumps({"keys": keys})
 
     def token(self, kid: str = "rsa", key=None, alg: str = "", **changes) -> str:

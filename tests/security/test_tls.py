@@ -16,7 +16,14 @@ from headrace.errors import InvalidRequest
 from headrace.rpc.channel import open_channel
 from headrace.rpc.server import RpcServer
 from headrace.rpc.tls import CALLER, Identity, Part, cluster_certificates, front_door_context
-from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.rpc.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    kv_pb2,
+    kv_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from tests.support.certificates import DAY, Authority, Files
 
 WORKER_NAME = "worker.default.headrace.internal"
@@ -70,7 +77,7 @@ def channel_of(address: str, files: Files | None, name: str = WORKER_NAME, ca=No
 
 
 async def outcome(call) -> str:
-    """"OK", or the name of the status."""
+    """ "OK", or the name of the status."""
     try:
         if hasattr(call, "read"):
             await call.read()
@@ -136,7 +143,9 @@ async def test_a_channel_of_ours_talks_to_workers_of_its_cluster_only(authority,
     """Whoever can write into the directory can give any address: what answers there has to be a worker."""
     (tmp_path / "other").mkdir()
     files = {
-        "client": lambda: authority.issue("i", names=["localhost"], uris=["spiffe://headrace/default/worker"]),
+        "client": lambda: authority.issue(
+            "i", names=["localhost"], uris=["spiffe://headrace/default/worker"]
+        ),
         "router": lambda: authority.member("router", file="i"),
         "another cluster": lambda: authority.member("worker", "other", file="i"),
         "another authority": lambda: Authority(tmp_path / "other").member("worker"),
@@ -169,7 +178,7 @@ async def test_new_connections_get_the_new_certificate_and_old_streams_go_on(aut
 
 
 async def test_half_a_rotation_changes_nothing(authority, tmp_path):
-    """The certificate is there and its key is not yet: what served before serves on, and the pair is taken when whole."""
+    """The certificate is there and its key is not yet: what served before serves on."""
     files, router = authority.member("worker"), authority.member("router")
     newer = authority.member("worker", file="newer")
     async with worker_at(files) as address:
@@ -195,7 +204,9 @@ def test_files_that_can_not_serve_are_named_at_the_start(authority, tmp_path):
         RpcSettings.model_validate({"tls": {**good.tls(), "key_file": None}})
 
 
-@pytest.mark.parametrize("uri", ["spiffe://headrace/a", "spiffe://x/a/worker", "spiffe://headrace/a/root", ""])
+@pytest.mark.parametrize(
+    "uri", ["spiffe://headrace/a", "spiffe://x/a/worker", "spiffe://headrace/a/root", ""]
+)
 def test_other_names_are_no_identity(uri):
     assert Identity.from_uri(uri) is None
 
@@ -243,7 +254,9 @@ async def test_a_client_sees_when_the_name_does_not_fit(authority):
         for name, expected in (("api.example.org", "OK"), ("", "UNAVAILABLE")):
             async with channel_of(address, None, name=name, ca=authority.ca) as channel:
                 stub = inference_pb2_grpc.InferenceStub(channel)
-                assert await outcome(stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)) == expected
+                assert (
+                    await outcome(stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)) == expected
+                )
 
 
 async def test_the_context_for_http_follows_the_files(authority):
@@ -257,7 +270,7 @@ async def test_the_context_for_http_follows_the_files(authority):
 
     server = await asyncio.start_server(on_connection, "127.0.0.1", 0, ssl=context)
     async with server:
-        address = "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         trusting = ssl.create_default_context(cafile=files.ca)
         reader, writer = await asyncio.open_connection(*address.split(":"), ssl=trusting)
         before = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
