@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+import httpx2
 import pytest
 
 from headrace.cluster.redis_server import RedisServer
@@ -106,6 +108,21 @@ async def test_a_request_passes_all_hops_under_mutual_tls(tiny_model_files, redi
                     inference_pb2.ListModelsRequest(), metadata=(("authorization", key),), timeout=5
                 )
             assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_http_has_the_same_certificate_and_the_same_keys(tiny_model_files, redis, tmp_path):
+    async with fleet(tiny_model_files, redis.url, tmp_path) as cluster:
+        url = cluster.router.http_address
+        assert url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=cluster.authority.ca)
+        async with httpx2.AsyncClient(base_url=url, verify=trusting) as client:
+            key = {"authorization": f"Bearer {cluster.keys['a']}"}
+            assert (await client.get("/v1/models", headers=key)).status_code == 200
+            assert (await client.get("/v1/models")).status_code == 401
+            assert (await client.get("/v1/models", headers={"authorization": "Bearer x"})).status_code == 401
+        with pytest.raises(httpx2.ConnectError):
+            async with httpx2.AsyncClient(base_url=url) as stranger:
+                await stranger.get("/v1/models")
 
 
 async def test_pc03_tenants_never_hit_each_others_blocks(tiny_model_files, redis, tmp_path):
