@@ -49,7 +49,7 @@ class Caller:
     """`tenant` has its own part of the queue, and of the caches: no other tenant finds its blocks there."""
 
     tenant: str = ""  # "": the default one
-    cache_salt: str = ""  # of the tenant's block hashes
+    cache_salt: str = ""  # of the tenant's block hashes; "": its name
 
 
 class Callers(Protocol):

@@ -85,7 +85,7 @@ class RequestParser:
             token_ids=token_ids,
             sampling=self._sampling(message.sampling, len(token_ids)),
             open_ended=not message.sampling.HasField("max_tokens"),
-            cache_salt=_salt(caller.cache_salt, message.cache_salt),
+            cache_salt=_salt(caller.cache_salt or caller.tenant, message.cache_salt),
             timeout_s=timeout_s,
             tenant=caller.tenant,
             explain=message.explain,
