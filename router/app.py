@@ -15,11 +15,13 @@ from headrace.directory.view import DirectoryView
 from headrace.directory.watcher import Watcher
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
+from headrace.rpc.tls import front_door_context
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.rpc.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
 from router.breakers import Breakers, HealthProbe
+from router.callers import make_callers
 from router.console import Observer
 from router.console import routes as console_routes
 from router.dispatch import Dispatcher
@@ -92,9 +94,11 @@ class Router:
             self.metrics,
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
-        door = FrontDoor(parser, self.dispatcher, settings.router.default_timeout_s)
+        door = FrontDoor(
+            parser, self.dispatcher, settings.router.default_timeout_s, make_callers(settings.security)
+        )
         self.tally = door.tally
-        self._server = RpcServer(settings.rpc, SERVICES)
+        self._server = RpcServer(settings.rpc, SERVICES, front=settings.security)
         add_services(self._server, door, model, self.view, lambda: self.ready)
         self._observer = Observer(self.view, self._watcher, door, self._breakers, model.name)
         self._observing = _supervised(self._observer.run(), "console")
@@ -137,7 +141,8 @@ class Router:
         pages = Pages(door, model, self.metrics.registry, lambda: self.ready)
         generator = Generator(door, model, settings.max_prompts)
         app = application(pages, generator, door, settings, console_routes(self._observer, door))
-        self._http = HttpServer(app, settings, rpc.drain_timeout_s)
+        tls = front_door_context(rpc, self._settings.security)
+        self._http = HttpServer(app, settings, rpc.drain_timeout_s, tls)
         self.http_address = await self._http.start(
             settings.host or rpc.host, settings.port, rpc.advertise_host
         )

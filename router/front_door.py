@@ -98,5 +98,5 @@ class FrontDoor:
         progress = Progress()
         caller = await self.callers.caller(authorization)
         limit_s = self._default_timeout_s if timeout_s is None else timeout_s
-        request = await self.parser.generation(message, limit_s, caller.tenant)
+        request = await self.parser.generation(message, limit_s, caller)
         return Generation(request, progress, self.dispatcher, self.tally, self.recent)
