@@ -70,8 +70,9 @@ class Breakers:
         return "closed" if breaker is None else breaker.state.name.lower().replace("_", "-")
 
     def succeeded(self, incarnation: str) -> None:
-        if incarnation not in self.set_aside:
-            self._breakers.pop(incarnation, None)
+        breaker = self._breakers.get(incarnation)
+        if breaker is not None and breaker.state is not _State.OPEN:
+            del self._breakers[incarnation]
 
     def failed(self, incarnation: str) -> None:
         breaker = self._breakers.setdefault(incarnation, _Breaker())

@@ -54,6 +54,10 @@ class GenerationRequest:
     shown_token_ids: frozenset[int] = frozenset()  # control tokens whose name is part of the text
     session_id: str = ""  # of a conversation
 
+    def cached_tokens(self, reported: int) -> int:
+        """Of the prompt. A worker that went on after another's loss may have found tokens of the answer, too."""
+        return min(reported, len(self.token_ids))
+
 
 class RequestParser:
     """Checks and converts public messages for one model."""

@@ -242,7 +242,7 @@ async def _at_the_worker(call: Any, number: int) -> None:
 def _process(
     main: Callable[..., Coroutine[Any, Any, None]], cores: list[int], argument: object
 ) -> Generator[tuple[str, Any]]:
-    """Runs `main(connection, argument)`, which sends its address first and ends when it is sent None."""
+    """Runs `main(connection, argument)`, which sends its address first and ends when the connection is closed."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(main, theirs, cores, argument), daemon=True)

@@ -110,7 +110,7 @@ class Observer:
         self._note_workers()
         admission, door = self._door.dispatcher.admission, self._door
         total = sum(record.num_blocks for record in self._view.workers.values())
-        used = sum(_used_blocks(record) for record in self._view.workers.values())
+        used = sum(record.used_blocks for record in self._view.workers.values())
         sample = _Sample(
             at_s=self._now(),
             output_tokens=door.recent.num_output_tokens,
@@ -174,7 +174,7 @@ class Observer:
             kind=record.kind,
             transport=record.transport,
             num_blocks=record.num_blocks,
-            used_blocks=_used_blocks(record),
+            used_blocks=record.used_blocks,
             cached_blocks=load.cached_blocks,
             block_bytes=record.block_bytes,
             running=load.running,
@@ -248,8 +248,3 @@ class Observer:
             (last.output_tokens - first.output_tokens) / seconds,
             (last.requests - first.requests) / seconds,
         )
-
-
-def _used_blocks(record: WorkerRecord) -> int:
-    """Neither free nor cached for later prompts."""
-    return max(0, record.num_blocks - record.load.free_blocks - record.load.cached_blocks)

@@ -12,21 +12,11 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace.errors import Code, HeadraceError, InternalError, Overloaded, Unavailable
+from headrace.errors import HeadraceError, InternalError, Overloaded, Unavailable
+from router.http.call import STATUS, client_left
 
 log = structlog.get_logger()
 
-_STATUS = {
-    Code.INVALID_ARGUMENT: 400,
-    Code.UNAUTHENTICATED: 401,
-    Code.PERMISSION_DENIED: 403,
-    Code.NOT_FOUND: 404,
-    Code.ALREADY_EXISTS: 409,
-    Code.RESOURCE_EXHAUSTED: 429,
-    Code.CANCELLED: 499,
-    Code.UNAVAILABLE: 503,
-    Code.DEADLINE_EXCEEDED: 504,
-}
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 _JSON = TypeAdapter(object)
 
@@ -35,7 +25,7 @@ def error_response(error: HeadraceError) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    status = _STATUS.get(error.code, 500)
+    status, _ = STATUS.get(error.code, (500, ""))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse({"error": _content(error)}, status, headers)
@@ -61,7 +51,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send), name="events")
-        leaving = asyncio.create_task(_left(receive), name="client leaves")
+        leaving = asyncio.create_task(client_left(receive), name="client leaves")
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             error = await self._outcome(sending)
@@ -110,8 +100,3 @@ class EventStream:
 
 def _content(error: HeadraceError) -> dict[str, str]:
     return {"code": error.code.value, "message": str(error)}
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
