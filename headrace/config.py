@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.errors import InvalidRequest
 from headrace.priority import MAX_PRIORITY, MIN_PRIORITY
@@ -31,6 +31,13 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _check_together(section: _Section, *names: str) -> None:
+    """Raises ValueError when some of the fields are set and others are not."""
+    missing = [name for name in names if not getattr(section, name)]
+    if missing and len(missing) < len(names):
+        raise ValueError(f"{', '.join(missing)} must be set, too")
 
 
 class ModelSettings(_Section):
@@ -131,12 +138,40 @@ class KvSettings(_Section):
 class DirectorySettings(_Section):
     """Redis or Valkey: who is alive, and which worker holds which blocks."""
 
-    url: str = "redis://127.0.0.1:6379/0"
+    url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)  # it can hold a password
     cluster: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    username: str = Field(default="", description="with password_file; empty: the default user")
+    password_file: Path | None = Field(default=None, description="read anew for each connection")
+    ca_file: Path | None = Field(
+        default=None, description="with rediss://: whom to trust; none: this machine's authorities"
+    )
+    cert_file: Path | None = Field(default=None, description="with rediss://: this process's certificate")
+    key_file: Path | None = Field(default=None, description="of cert_file")
     worker_ttl_s: Seconds = Field(
         default=5.0, description="a worker that does not refresh its record this long is gone"
     )
     publish_interval_s: Seconds = 0.05
+
+
+class TlsSettings(_Section):
+    """Mutual TLS between the processes of a cluster: all three files or none. They are read again when they change."""
+
+    ca_file: Path | None = Field(
+        default=None, description="the cluster's authority: only certificates of it are accepted"
+    )
+    cert_file: Path | None = Field(
+        default=None, description="this process's certificate; says its cluster and role (docs/security.md)"
+    )
+    key_file: Path | None = Field(default=None, description="of cert_file")
+
+    @property
+    def enabled(self) -> bool:
+        return self.ca_file is not None
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> TlsSettings:
+        _check_together(self, "ca_file", "cert_file", "key_file")
+        return self
 
 
 class RpcSettings(_Section):
@@ -153,6 +188,56 @@ class RpcSettings(_Section):
         default=5.0, description="a probe unanswered this long breaks the connection"
     )
     drain_timeout_s: Seconds = Field(default=30.0, description="on SIGTERM: time for running requests to end")
+    tls: TlsSettings = TlsSettings()
+
+
+class JwtSettings(_Section):
+    """Tokens of an identity provider. The key set's address switches them on."""
+
+    jwks: str = Field(default="", description="https:// address or file of the key set (JWKS)")
+    issuer: str = Field(default="", description="what `iss` has to be")
+    audience: str = Field(default="", description="what `aud` has to be or to hold")
+    tenant_claim: str = Field(default="tenant", min_length=1, description="claim that names the tenant")
+    leeway_s: float = Field(default=30.0, ge=0, le=300, description="how far clocks may differ")
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> JwtSettings:
+        _check_together(self, "jwks", "issuer", "audience")
+        return self
+
+
+class SecuritySettings(_Section):
+    """The front door: who may ask, and what clients see of it. Files are read again when they change."""
+
+    api_keys_file: Path | None = Field(
+        default=None, description="hashes of API keys; `headrace keys new` writes it"
+    )
+    jwt: JwtSettings = JwtSettings()
+    front_cert_file: Path | None = Field(
+        default=None, description="the certificate that clients see; none: that of rpc.tls"
+    )
+    front_key_file: Path | None = Field(default=None, description="of front_cert_file")
+    client_ca_file: Path | None = Field(
+        default=None, description="clients must show a certificate of this authority; none: they need not"
+    )
+    cache_secret_file: Path | None = Field(
+        default=None,
+        description="secret behind the names of cached blocks, the same for all routers of a cluster;"
+        " none: whoever reads the directory can find out by trying what a tenant has asked",
+    )
+    allow_insecure: bool = Field(
+        default=False,
+        description="listen on other addresses than loopback even without TLS or without credentials",
+    )
+
+    @property
+    def asks_for_credentials(self) -> bool:
+        return self.api_keys_file is not None or bool(self.jwt.jwks)
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> SecuritySettings:
+        _check_together(self, "front_cert_file", "front_key_file")
+        return self
 
 
 class TelemetrySettings(_Section):
@@ -274,6 +359,16 @@ class HttpSettings(_Section):
     )
 
 
+class ClientSettings(_Section):
+    """`headrace generate`, `chat` and `explain` as clients of a router."""
+
+    tls: bool = False
+    ca_file: Path | None = Field(default=None, description="whom to trust; none: public authorities")
+    cert_file: Path | None = Field(default=None, description="the client's own certificate")
+    key_file: Path | None = Field(default=None, description="of cert_file")
+    api_key_file: Path | None = Field(default=None, description="holds an API key or a token")
+
+
 class Settings(_Section):
     """All sections. Each process reads the ones it needs."""
 
@@ -282,6 +377,8 @@ class Settings(_Section):
     kv: KvSettings = KvSettings()
     directory: DirectorySettings = DirectorySettings()
     rpc: RpcSettings = RpcSettings()
+    security: SecuritySettings = SecuritySettings()
+    client: ClientSettings = ClientSettings()
     router: RouterSettings = RouterSettings()
     http: HttpSettings = HttpSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
@@ -290,9 +387,7 @@ class Settings(_Section):
     def describe(self) -> dict[str, Any]:
         """Effective settings as plain data for the start-up log, with the password in the directory's URL masked."""
         shown = self.model_dump(mode="json")
-        # Before the host (user:password@), where the password may hold colons, or as a parameter behind it.
-        url = re.sub(r"(//[^/:@]*:)[^/]*@", r"\1***@", self.directory.url)
-        shown["directory"]["url"] = re.sub(r"([?&]password=)[^&]*", r"\1***", url)
+        shown["directory"]["url"] = _masked(self.directory.url)
         return shown
 
 
@@ -309,8 +404,21 @@ def load(
         key, separator, value = assignment.partition("=")
         if not separator:
             raise InvalidRequest("--set", assignment, "write section.field=value")
+        if key == "directory.url" and _masked(value) != value:
+            raise InvalidRequest(
+                "--set directory.url",
+                _masked(value),
+                "others see a process's arguments: put the password into directory.password_file,"
+                " the environment or the --config file",
+            )
         _assign(merged, key, value)
     return _validated(merged)
+
+
+def _masked(url: str) -> str:
+    # Before the host (user:password@), where the password may hold colons, or as a parameter behind it.
+    url = re.sub(r"(//[^/:@]*:)[^/]*@", r"\1***@", url)
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", url)
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from headrace.engine.engine import Engine
 from headrace.engine.engine_thread import EngineThread
+from headrace.engine.scheduler import Share
 from headrace.engine.sequence import Constraint, Event, Sequence, StepOutput
 from headrace.errors import AlreadyExists, InvalidRequest
 from headrace.grammar import Grammar
@@ -31,15 +32,20 @@ class EngineClient:
         config: ModelConfig,
         compile_grammar: Callable[[Grammar], Constraint],
         on_cache_change: Callable[[dict[bytes, Tier], list[bytes]], None],
+        on_arrival: Callable[[], None] = lambda: None,
     ) -> None:
         """`compile_grammar` is called on other threads; it may block for a bounded time, and raises HeadraceErrors.
 
-        `on_cache_change(stored, removed)` gets the block hashes of each step as in a StepOutput, on the event loop.
+        `on_cache_change(stored, removed)` gets the block hashes of each step as in a StepOutput, on the event loop;
+        `on_arrival()` is called for each sequence that is submitted.
         """
         self._loop = asyncio.get_running_loop()
         self._config = config
         self._compile_grammar = compile_grammar
         self._on_cache_change = on_cache_change
+        self._on_arrival = on_arrival
+        self._engine = engine
+        self._arriving: dict[str, Sequence] = {}
         self._subscribers: dict[str, Callable[[Event], None]] = {}
         self._after_step: list[Callable[[], None]] = []
         self.thread = EngineThread(engine, self._wake)
@@ -47,7 +53,17 @@ class EngineClient:
     async def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises InvalidRequest, Overloaded or AlreadyExists."""
         await self._prepare(sequence)
-        await self.call(lambda engine: engine.submit(sequence))
+        # The engine takes it in between two steps, and a step can be long.
+        self._arriving[sequence.id] = sequence
+        self._on_arrival()
+        try:
+            await self.call(lambda engine: engine.submit(sequence))
+        finally:
+            self._arriving.pop(sequence.id, None)
+
+    def shares(self) -> dict[str, Share]:
+        """Of the load, by the sequences' `origin`; what the engine has not taken in yet is in it."""
+        return self._engine.shares(list(self._arriving.values()))
 
     async def reserve(self, sequence: Sequence) -> None:
         """Queue a sequence whose KV comes from outside. Raises as `submit`."""

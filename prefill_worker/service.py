@@ -37,7 +37,8 @@ from headrace.errors import (
     WorkerGone,
 )
 from headrace.rpc.convert import logprobs_to_proto, prompt_logprobs_to_proto, sampling_from_proto
-from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc
+from headrace.rpc.tls import CALLER
+from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from headrace.telemetry import WorkerTelemetry
 from kv_transfer.leased_reads import ReadContext
 from kv_transfer.metrics import Refusal
@@ -71,6 +72,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self._telemetry = telemetry
         self._draining = False
         self._streams = 0
+        self._named: dict[str, str] = {}  # incarnation of each worker whose certificate has a name, by it
 
     @property
     def num_streams(self) -> int:
@@ -85,12 +87,14 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self, request: kv_pb2.HandshakeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.HandshakeResponse:
         self._check_incarnation(request.expected_incarnation)
+        self._introduce(request.self)
         return await self._peers.accept(request)
 
     async def Prefill(
         self, request: kv_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[kv_pb2.PrefillEvent]:
         self._check_incarnation(request.expected_incarnation)
+        self._check_reader(request.reader.incarnation)
         if self._draining:
             raise Overloaded(f"{self._peers.own.worker_id} is draining")
         sequence = self._sequence(request)
@@ -125,6 +129,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self, request: kv_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.LeaseResponse:
         self._check_incarnation(request.expected_incarnation)
+        self._check_reader(request.reader.incarnation)
         _check_lease_request(request.lease_id, request.lease_ttl_s)
         _check_num_names("names", len(request.names))
         self._peers.transfers.serve_for(request.lease_ttl_s)
@@ -147,6 +152,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self, request: kv_pb2.RenewRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.RenewResponse:
         self._check_incarnation(request.incarnation)
+        self._check_reader(request.reader)
         self._peers.transfers.serve_for(self._reads.kv.lease_ttl_s)
         renewed = self._engine.call(lambda engine: engine.renew_hold(request.lease_id, request.reader))
         await self._checked(request.lease_id, renewed)
@@ -156,6 +162,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self, request: kv_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.ReleaseResponse:
         self._check_incarnation(request.incarnation)
+        self._check_reader(request.reader)
         if len(request.block_ids) != len(request.generations):
             raise InvalidRequest("generations", len(request.generations), "must be one for each of block_ids")
         told = dict(zip(request.block_ids, request.generations, strict=True))
@@ -169,6 +176,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self, request: kv_pb2.OfferRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.OfferResponse:
         self._check_incarnation(request.expected_incarnation)
+        self._check_reader(request.owner.incarnation)
         if self._draining:
             raise Overloaded(f"{self._peers.own.worker_id} is draining")
         _check_num_names("blocks", len(request.blocks))
@@ -179,6 +187,27 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         if missing:
             num_present += (await self._fetcher.adopt(request.owner, missing, deadline)).num_blocks
         return kv_pb2.OfferResponse(num_present=num_present)
+
+    def _introduce(self, ref: worker_pb2.PeerRef) -> None:
+        """A worker whose certificate has a name is that worker, and what it says it is here nobody else can say."""
+        name = _name_of_caller()
+        if name:
+            others = (incarnation for other, incarnation in self._named.items() if other != name)
+            if ref.worker_id != name or ref.incarnation in others:
+                self._refused(Refusal.OTHER_READER)
+                raise PermissionDenied(f"the certificate is of worker {name!r}, not of {ref.worker_id!r}")
+            self._named[name] = ref.incarnation
+        elif ref.worker_id in self._named or ref.incarnation in self._named.values():
+            self._refused(Refusal.OTHER_READER)
+            raise PermissionDenied(f"worker {ref.worker_id!r} has a certificate of its own")
+
+    def _check_reader(self, incarnation: str) -> None:
+        """Raises PermissionDenied when the caller's certificate, by its name, is another worker's."""
+        name = _name_of_caller()
+        allowed = self._named.get(name) == incarnation if name else incarnation not in self._named.values()
+        if not allowed:
+            self._refused(Refusal.OTHER_READER)
+            raise PermissionDenied(f"incarnation {incarnation} did not shake hands as {name or 'nameless'!r}")
 
     async def _checked(self, lease_id: str, answer: Awaitable[bool]) -> None:
         """Raises what the reader is told when its lease is not what it thinks; counted by reason."""
@@ -260,6 +289,11 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         if expected != own.incarnation:
             self._refused(Refusal.INCARNATION)
             raise WorkerGone(f"{own.worker_id} is incarnation {own.incarnation}, not {expected}")
+
+
+def _name_of_caller() -> str:
+    caller = CALLER.get()
+    return caller.name if caller is not None else ""
 
 
 def _check_lease_request(lease_id: str, ttl_s: float) -> None:

@@ -144,12 +144,16 @@ class Admission:
         settings: RouterSettings,
         cost_ms: Callable[[GenerationRequest], float] | None = None,
         clock: Clock | None = None,
+        *,
+        least_prefill_ms: Callable[[GenerationRequest], float] | None = None,
     ) -> None:
-        """`cost_ms` predicts a prompt's prefill in milliseconds. Without it tokens stand in for them between tenants,
-        and no deadline counts on it.
+        """`cost_ms` predicts what a request takes of the fleet, in milliseconds; without it tokens stand in for them
+        between tenants. `least_prefill_ms` is what passes in any case before its first token, for its deadline; by
+        default as much as it costs, if that is predicted.
         """
         self._settings = settings
         self._cost_ms = cost_ms
+        self._least_prefill_ms = least_prefill_ms or cost_ms or (lambda request: 0.0)
         self._clock = clock or SystemClock()
         self._drain_rate = _DrainRate(self._clock)
         self._tenants: dict[str, _Tenant] = {}
@@ -345,7 +349,7 @@ class Admission:
         left_s = ticket.deadline.remaining_s()
         if not left_s:
             raise self._deadline_passed(ticket)
-        prefill_s = ticket.cost_ms / 1000 if self._cost_ms is not None else 0.0
+        prefill_s = _bounded(self._least_prefill_ms(ticket.request)) / 1000
         lacking_s = (wait_s or 0.0) + prefill_s - left_s
         if lacking_s > 0:
             message = (
@@ -381,7 +385,7 @@ class Admission:
 
     def _cost_of(self, request: GenerationRequest) -> float:
         cost_ms = float(len(request.token_ids)) if self._cost_ms is None else self._cost_ms(request)
-        return min(max(_MIN_COST_MS, cost_ms), _MAX_COST_MS)  # in this order NaN is the least
+        return _bounded(cost_ms, _MIN_COST_MS)
 
     def _settings_of(self, tenant: str) -> TenantSettings:
         tenants = self._settings.tenants
@@ -408,6 +412,10 @@ def check_fits(request: GenerationRequest, workers: Iterable[WorkerRecord]) -> N
             max_tokens,
             f"{holds} and the prompt has {num_tokens}, so at most {largest - num_tokens} remain",
         )
+
+
+def _bounded(milliseconds: float, least: float = 0.0) -> float:
+    return min(max(least, milliseconds), _MAX_COST_MS)  # in this order NaN is the least
 
 
 def _rank(ticket: Ticket) -> tuple[float, int]:

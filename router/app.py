@@ -15,13 +15,17 @@ from headrace.directory.view import DirectoryView
 from headrace.directory.watcher import Watcher
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
+from headrace.rpc.tls import front_door_context
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.rpc.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
 from headrace.tracing import start_tracing
 from router.breakers import Breakers, HealthProbe
+from router.callers import make_callers
 from router.collectors import Sources, register
+from router.console import Observer
+from router.console import routes as console_routes
 from router.dispatch import Dispatcher
 from router.front_door import FrontDoor
 from router.http.generate import Generator
@@ -96,7 +100,13 @@ class Router:
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
         self._tracing = start_tracing(settings.telemetry, "headrace-router", self.view.router_id)
-        door = FrontDoor(parser, self.dispatcher, settings.router.default_timeout_s, tracing=self._tracing)
+        door = FrontDoor(
+            parser,
+            self.dispatcher,
+            settings.router.default_timeout_s,
+            make_callers(settings.security),
+            tracing=self._tracing,
+        )
         self.tally = door.tally
         self._readiness = Readiness(
             self.dispatcher,
@@ -105,8 +115,10 @@ class Router:
             settings.router.self_test_interval_s,
             settings.kv.min_remote_tokens + 1,
         )
-        self._server = RpcServer(settings.rpc, SERVICES)
+        self._server = RpcServer(settings.rpc, SERVICES, front=settings.security)
         add_services(self._server, door, model, self.view, lambda: self.ready)
+        self._observer = Observer(self.view, self._watcher, door, self._breakers, model.name)
+        self._observing = _supervised(self._observer.run(), "console")
         register(self.metrics.registry, self._metric_sources(model))
         port, self._stop_metrics = serve_metrics(
             self.metrics.registry, settings.rpc.host, settings.telemetry.metrics_port
@@ -126,6 +138,7 @@ class Router:
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones end within the drain time, leave nothing behind."""
+        self._observing.cancel()  # those who follow the console would stay for ever
         await asyncio.gather(
             self._server.stop(self._settings.rpc.drain_timeout_s),
             *([self._http.stop()] if self._http else []),
@@ -133,7 +146,7 @@ class Router:
         tasks = (self._watching_readiness, self._watching)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self._observing, return_exceptions=True)
         await self._sessions.close()
         await self._breakers.close()
         await self._directory.close()
@@ -145,8 +158,10 @@ class Router:
         if not settings.enabled:
             return
         pages = Pages(door, model, self.metrics.registry, lambda: self.ready)
-        app = application(pages, Generator(door, model, settings.max_prompts), door, settings)
-        self._http = HttpServer(app, settings, rpc.drain_timeout_s)
+        generator = Generator(door, model, settings.max_prompts)
+        app = application(pages, generator, door, settings, console_routes(self._observer, door))
+        tls = front_door_context(rpc, self._settings.security)
+        self._http = HttpServer(app, settings, rpc.drain_timeout_s, tls)
         self.http_address = await self._http.start(
             settings.host or rpc.host, settings.port, rpc.advertise_host
         )

@@ -65,13 +65,14 @@ class Breakers:
         return {name for name, breaker in self._breakers.items() if breaker.state is _State.OPEN}
 
     def state(self, incarnation: str) -> str:
-        """ "closed", "open" or "half-open"."""
+        """One of "closed", "open" and "half-open"."""
         breaker = self._breakers.get(incarnation)
         return "closed" if breaker is None else breaker.state.name.lower().replace("_", "-")
 
     def succeeded(self, incarnation: str) -> None:
-        if incarnation not in self.set_aside:
-            self._breakers.pop(incarnation, None)
+        breaker = self._breakers.get(incarnation)
+        if breaker is not None and breaker.state is not _State.OPEN:
+            del self._breakers[incarnation]
 
     def failed(self, incarnation: str) -> None:
         breaker = self._breakers.setdefault(incarnation, _Breaker())

@@ -169,6 +169,8 @@ def _above_zero(costs: WorkerCosts) -> WorkerCosts:
 _MAX_PAIRS = 4096
 _MAX_KINDS = 256
 _PAIR_WEIGHT = 0.2  # of a new report in a pair's speed
+_LENGTH_WEIGHT = 0.02  # of a new answer in the mean length
+_DEFAULT_OUTPUT_TOKENS = 128.0
 
 
 class FleetCosts:
@@ -179,6 +181,7 @@ class FleetCosts:
 
     def __init__(self) -> None:
         self._fleet = _KindFit(prior_costs(0))
+        self._mean_output_tokens = _DEFAULT_OUTPUT_TOKENS
         self._kinds: dict[str, _KindFit] = {}
         self._costs: dict[str, WorkerCosts] = {}  # what `of` answers, until the next report
         self._transfer = RecursiveFit((_DEFAULT_LATENCY_S, 1 / _DEFAULT_BYTES_PER_S))
@@ -195,6 +198,20 @@ class FleetCosts:
         costs = self._costs[record.kind] = (fit or self._fleet).costs
         return costs
 
+    def request_s(self, num_prompt_tokens: int, max_output_tokens: int, num_choices: int = 1) -> float:
+        """What a request takes of any worker's time: its prompt, and its own part of the steps that decode it. Nothing
+        of the prompt is counted as cached, and answers as long as they have been lately.
+        """
+        costs = self._fleet.costs
+        num_tokens = min(max_output_tokens, self._mean_output_tokens)
+        context = num_prompt_tokens + num_tokens / 2
+        token_s = costs.decode.sequence_s + costs.decode.context_s * context
+        return costs.prefill.seconds(num_prompt_tokens, 0) + num_choices * num_tokens * token_s
+
+    def least_prefill_s(self, num_prompt_tokens: int) -> float:
+        """Of a prompt that is cached but for its last token."""
+        return self._fleet.costs.prefill.seconds(1, num_prompt_tokens - 1)
+
     def observe(
         self, prefill: WorkerRecord | None, decode: WorkerRecord | None, end: worker_pb2.SequenceEnd
     ) -> None:
@@ -205,6 +222,7 @@ class FleetCosts:
             for fit in self._fits(prefill):
                 fit.prefill.observe(features, end.prefill_s)
         if end.decode_tokens:
+            self._mean_output_tokens += _LENGTH_WEIGHT * (end.decode_tokens - self._mean_output_tokens)
             features = (1.0, end.mean_batch, end.mean_batch_context_tokens)
             for fit in self._fits(decode):
                 fit.decode.observe(features, end.decode_s / end.decode_tokens)

@@ -18,7 +18,7 @@ from headrace.block_hash import HashRoot, block_hashes
 from headrace.clock import Deadline
 from headrace.config import RouterSettings
 from headrace.directory.view import DirectoryView
-from headrace.errors import DeadlineExceeded, Unavailable, WorkerGone
+from headrace.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import SamplingParams
@@ -66,7 +66,9 @@ class Dispatcher:
     ) -> None:
         self.ledger = Ledger()
         self.costs = FleetCosts()
-        self.admission = Admission(settings)
+        self.admission = Admission(
+            settings, self._cost_ms, self.ledger.clock, least_prefill_ms=self._least_prefill_ms
+        )
         self._metrics = metrics or RouterMetrics()
         self._view = view
         self._sessions = sessions
@@ -133,6 +135,9 @@ class Dispatcher:
                     id=run.request.id,
                     error=str(error),
                 )
+            except InvalidRequest:
+                self._forget_assumed(plan, hashes)
+                raise
             if not run.deadline.remaining_s():
                 raise DeadlineExceeded(
                     "the request's deadline passed before a decode worker could be reached"
@@ -262,6 +267,13 @@ class Dispatcher:
                 f"no decode worker that serves {self._model.name!r} is alive and well", _RETRY_AFTER_S
             )
         return cluster, hashes
+
+    def _cost_ms(self, request: GenerationRequest) -> float:
+        sampling = request.sampling
+        return 1e3 * self.costs.request_s(len(request.token_ids), sampling.max_tokens, sampling.n)
+
+    def _least_prefill_ms(self, request: GenerationRequest) -> float:
+        return 1e3 * self.costs.least_prefill_s(len(request.token_ids))
 
     def _current_fleet(self) -> Fleet:
         if self._fleet is None or self._fleet.version != self._view.version:

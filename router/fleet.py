@@ -41,6 +41,7 @@ class Fleet:
         numbers = {kind: number for number, kind in enumerate(kinds)}
         self.kinds = list(kinds.values())
         self.kind_of = np.array([numbers[record.kind] for record in self.peers], np.int64)
+        self.decodes = np.array([record.role != Role.PREFILL for record in self.peers], np.bool_)
         self._view = view
         self._ledger = ledger
         self._rows = ledger.rows(record.incarnation for record in self.peers)
@@ -114,15 +115,16 @@ class _Moment:
                 self._reported,
                 own.pending_prefill_tokens + pending,
                 own.num_requests + sequences,
-            )
+            ),
+            np.float64,
         )
 
-    def _queue_s(self, num_prompts: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> Floats:
-        """Of prompts of which only the sum is known."""
+    def _queue_s(self, num_sequences: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> Floats:
+        """Of prompts of which only the sum is known. One, as far as that tells, where there are decodes among them."""
         if not num_tokens.any():
             return np.zeros(len(num_tokens))
         base_s, token_s, attention_s = self._cost_rows[:3].take(self._fleet.kind_of, axis=1)
-        num_prompts = np.maximum(1, num_prompts)
+        num_prompts = np.maximum(1, np.where(self._fleet.decodes, 1, num_sequences))
         each_s = token_s * num_tokens + attention_s * num_tokens * num_tokens / (2 * num_prompts)
         return np.where(num_tokens > 0, base_s * num_prompts + each_s, 0.0)
 

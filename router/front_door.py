@@ -15,6 +15,7 @@ from headrace.rpc.v1 import inference_pb2
 from headrace.tracing import Tracing
 from router.callers import Anyone, Callers
 from router.dispatch import Dispatcher
+from router.recent import RecentAnswers
 from router.request_run import Progress, Update
 from router.requests import GenerationRequest, RequestParser
 from router.tally import CANCELLED, OK, Tally
@@ -26,12 +27,18 @@ class Generation:
     """A request that was let in. Use `updates` once."""
 
     def __init__(
-        self, request: GenerationRequest, progress: Progress, dispatcher: Dispatcher, tally: Tally
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        dispatcher: Dispatcher,
+        tally: Tally,
+        recent: RecentAnswers,
     ) -> None:
         self.request = request
         self.progress = progress
         self._dispatcher = dispatcher
         self._tally = tally
+        self._recent = recent
 
     async def updates(self) -> AsyncGenerator[Update]:
         """Until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
@@ -41,6 +48,9 @@ class Generation:
             async with aclosing(self._dispatcher.generate(self.request, self.progress)) as updates:
                 async for update in updates:
                     passing.note(update)
+                    self._recent.num_output_tokens += len(update.token_ids)
+                    if update.end is not None:
+                        self._recent.ended(self.progress, update.end, len(self.request.token_ids))
                     yield update
             outcome = OK
         except HeadraceError as error:
@@ -89,6 +99,7 @@ class FrontDoor:
         self.parser = parser
         self.dispatcher = dispatcher
         self.tally = Tally()
+        self.recent = RecentAnswers()
         self.callers = callers or Anyone()
         self._tracing = tracing or Tracing()
         self._default_timeout_s = default_timeout_s
@@ -105,10 +116,10 @@ class FrontDoor:
         traceparent = structlog.contextvars.get_contextvars().get("traceparent", "")
         progress.span = self._tracing.begin("Generate", traceparent, progress.arrived_at)
         try:
-            request = await self.parser.generation(message, limit_s, caller.tenant)
+            request = await self.parser.generation(message, limit_s, caller)
         except HeadraceError as error:
             progress.span.fail(str(error))
             progress.span.end()
             raise
         progress.span.note(request_id=request.label, id=request.id)
-        return Generation(request, progress, self.dispatcher, self.tally)
+        return Generation(request, progress, self.dispatcher, self.tally, self.recent)

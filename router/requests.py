@@ -17,6 +17,7 @@ from headrace.rpc.convert import LISTS, NUMBERS, grammar_from_proto
 from headrace.rpc.v1 import inference_pb2
 from headrace.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams, check_token_ids, validate
 from headrace.tokenizer import ChatMessage, ChatOptions, IncrementalDetokenizer, Tokenizer, ToolCall
+from router.callers import Caller
 
 _ROLES = ("system", "user", "assistant", "tool")
 _Json = TypeVar("_Json", list[Any], dict[str, Any])
@@ -53,6 +54,10 @@ class GenerationRequest:
     shown_token_ids: frozenset[int] = frozenset()  # control tokens whose name is part of the text
     session_id: str = ""  # of a conversation
 
+    def cached_tokens(self, reported: int) -> int:
+        """Of the prompt. A worker that went on after another's loss may have found tokens of the answer, too."""
+        return min(reported, len(self.token_ids))
+
 
 class RequestParser:
     """Checks and converts public messages for one model."""
@@ -68,9 +73,10 @@ class RequestParser:
         self._classes = classes or {}
 
     async def generation(
-        self, message: inference_pb2.GenerateRequest, timeout_s: float, tenant: str = ""
+        self, message: inference_pb2.GenerateRequest, timeout_s: float, caller: Caller | None = None
     ) -> GenerationRequest:
         """Raises InvalidRequest naming the field, or NotFound for another model."""
+        caller = caller or Caller()
         self.check_model(message.model)
         for name in ("request_id", "session_id", "cache_salt"):
             label = getattr(message, name)
@@ -86,9 +92,9 @@ class RequestParser:
             token_ids=token_ids,
             sampling=self._sampling(message.sampling, len(token_ids)),
             open_ended=not message.sampling.HasField("max_tokens"),
-            cache_salt=_salt(tenant, message.cache_salt),
+            cache_salt=_salt(caller.cache_salt or caller.tenant, message.cache_salt),
             timeout_s=timeout_s,
-            tenant=tenant,
+            tenant=caller.tenant,
             explain=message.explain,
             priority=priority,
             ttft_target_s=service_class and service_class.ttft_target_s,
@@ -204,9 +210,9 @@ class RequestParser:
         )
 
 
-def _salt(tenant: str, salt: str) -> str:
+def _salt(of_tenant: str, salt: str) -> str:
     """A caller's own salt divides its tenant's blocks further. It never names another tenant's."""
-    return json.dumps([tenant, salt]) if salt else tenant
+    return json.dumps([of_tenant, salt]) if salt else of_tenant
 
 
 def _adds_special(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> bool:

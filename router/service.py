@@ -140,7 +140,7 @@ def _add_end(
 ) -> None:
     response.usage.prompt_tokens = len(request.token_ids)
     response.usage.completion_tokens = progress.num_output_tokens
-    response.usage.cached_tokens = cached_tokens(request, end)
+    response.usage.cached_tokens = request.cached_tokens(end.cached_tokens)
     response.timings.queue_s = progress.planned_at - progress.arrived_at
     response.timings.prefill_s = progress.first_token_at - progress.planned_at
     response.timings.time_to_first_token_s = progress.first_token_at - progress.arrived_at
@@ -158,8 +158,3 @@ def _add_end(
     response.hand_off.transfer_s = end.transfer_s
     response.hand_off.transport = end.transport
     response.hand_off.failed_attempts = end.failed_attempts
-
-
-def cached_tokens(request: GenerationRequest, end: worker_pb2.SequenceEnd) -> int:
-    """Of the prompt. A worker that went on after another's loss may have found tokens of the answer in its cache."""
-    return min(end.cached_tokens, len(request.token_ids))

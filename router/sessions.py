@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from headrace.config import RpcSettings
-from headrace.errors import Code, HeadraceError, PeerError, SlowReader, WorkerGone
+from headrace.errors import Code, HeadraceError, InvalidRequest, PeerError, SlowReader, WorkerGone
 from headrace.rpc.channel import open_channel
 from headrace.rpc.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from headrace.sampling_params import FinishReason
@@ -145,8 +145,15 @@ class WorkerSession:
     """An open session. `lost` is set once it has ended; its requests have failed by then."""
 
     def __init__(
-        self, worker_id: str, incarnation: str, channel: grpc.aio.Channel, max_unread_tokens: int, pace: Pace
+        self,
+        worker_id: str,
+        incarnation: str,
+        channel: grpc.aio.Channel,
+        max_message_bytes: int,
+        max_unread_tokens: int,
+        pace: Pace,
     ) -> None:
+        self._max_message_bytes = max_message_bytes
         self._max_unread_tokens = max_unread_tokens
         self._pace = pace
         self.worker_id = worker_id
@@ -177,11 +184,7 @@ class WorkerSession:
             while isinstance(
                 frame := await self._call.read(), worker_pb2.StepFrame
             ):  # else: the end of the stream
-                for delta in frame.deltas:
-                    stream = self._streams.get(delta.request_id)
-                    if stream is not None and not stream.push(delta):
-                        self.abort(delta.request_id)
-                        self.forget(delta.request_id)
+                self._hand_out(frame)
         except (
             grpc.aio.AioRpcError
         ) as rpc_error:  # whatever it says, this worker's answers do not come any more
@@ -194,14 +197,27 @@ class WorkerSession:
                 stream.fail(error)
             await self.close()
 
+    def _hand_out(self, frame: worker_pb2.StepFrame) -> None:
+        for delta in frame.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None and not stream.push(delta):
+                self.abort(delta.request_id)
+                self.forget(delta.request_id)
+
     def start(self, start: worker_pb2.StartRequest) -> AnswerStream:
-        """Send a request. Its deltas come to the stream until `forget`. Raises WorkerGone."""
+        """Send a request. Its deltas come to the stream until `forget`. Raises WorkerGone, or InvalidRequest if it is
+        too large for a message: gRPC would end the session, and with it all its requests.
+        """
         if self.lost:
             raise WorkerGone(f"decode worker {self.worker_id} was lost")
+        message = worker_pb2.SessionRequest(start=start)
+        if message.ByteSize() > self._max_message_bytes:
+            allowed = f"at most {self._max_message_bytes} bytes on their way to a worker"
+            raise InvalidRequest("prompt and sampling", f"{message.ByteSize()} bytes", allowed)
         stream = AnswerStream(start.request_id, self._max_unread_tokens, self._pace)
         self._streams[start.request_id] = stream
         self._pace.num_streams += 1
-        self._outgoing.put_nowait(worker_pb2.SessionRequest(start=start))
+        self._outgoing.put_nowait(message)
         return stream
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
@@ -266,8 +282,14 @@ class Sessions:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _open(self, worker_id: str, incarnation: str, address: str) -> WorkerSession:
+        channel = open_channel(address, self._rpc)
         session = WorkerSession(
-            worker_id, incarnation, open_channel(address, self._rpc), self._max_unread_tokens, self._pace
+            worker_id,
+            incarnation,
+            channel,
+            self._rpc.max_message_bytes,
+            self._max_unread_tokens,
+            self._pace,
         )
         try:
             await session.open()

@@ -14,7 +14,6 @@ from headrace.rpc.vllm import vllm_engine_pb2
 from headrace.tokenizer import Tokenizer
 from router.request_run import Update
 from router.requests import GenerationRequest
-from router.service import cached_tokens
 
 _ABORTED = "abort"
 _INT32_MAX = 2**31 - 1
@@ -140,7 +139,7 @@ class Answers:
         if update.finish_reason is not None:
             answer.finish_reason, answer.matched_stop = update.finish_reason.value, update.matched_stop
         if update.end is not None:
-            self._cached_tokens = cached_tokens(self._request, update.end)
+            self._cached_tokens = self._request.cached_tokens(update.end.cached_tokens)
         if not self._streams:
             answer.logprobs += update.logprobs
         elif update.token_ids:

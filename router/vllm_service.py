@@ -125,8 +125,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):
         used = total = 0  # tokens
         for record in records:
             if record.role is not Role.PREFILL:
-                num_used = record.num_blocks - record.load.free_blocks - record.load.cached_blocks
-                used += max(0, num_used) * record.block_size_tokens
+                used += record.used_blocks * record.block_size_tokens
                 total += record.num_blocks * record.block_size_tokens
         return vllm_engine_pb2.SchedulerLoad(
             num_running_reqs=running,

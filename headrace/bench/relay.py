@@ -10,6 +10,7 @@ beside it stands what it costs the router's process. Nothing is loaded and no di
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import random
@@ -18,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import numpy as np
@@ -33,15 +34,21 @@ from headrace.rpc.channel import open_channel
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.telemetry import configure_logging
-from router.front_door import FrontDoor
+from router.front_door import FrontDoor, Generation
+from router.ledger import Charge
+from router.request_run import Dispatch, RequestRun
 from router.requests import RequestParser
 from router.service import InferenceService
+from router.sessions import AnswerStream
 
 PROMPT_TOKENS = 200
 _REPLY_TIMEOUT_S = 60.0
 _LOAD_TOKENS = (20, 400)  # of an answer
 LOAD_STEP_S = 0.05
 _INCARNATION = "of decode-0"
+_SETTLE_TIMEOUT_S = 10.0
+_When = Literal["now", "collected"]
+_PER_REQUEST = (Generation, RequestRun, Dispatch, Charge, AnswerStream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +62,18 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Of a running pair. `figures()` asks the router's process."""
+    """Of a running pair. `figures(when)` asks both processes: now, or collected: when garbage has been."""
 
     router: str
     worker: str
-    figures: Callable[[], Figures]
+    figures: Callable[[_When], Figures]
+
+    def settled(self) -> Figures:
+        """When nothing is in flight any more, or when that should have been."""
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        while any((figures := self.figures("collected")).gauges.values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return figures
 
 
 @contextmanager
@@ -67,14 +81,17 @@ def router_and_worker(step_s: float = 0.0) -> Generator[Doors]:
     """`step_s`: from one step of the worker to the next; 0: as soon as the one before is written."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
-        worker_address, _ = stack.enter_context(_process(_worker, cores[:1], step_s))
+        worker_address, to_worker = stack.enter_context(_process(_worker, cores[:1], step_s))
         router_address, connection = stack.enter_context(_process(_router, cores[-1:], worker_address))
         os.sched_setaffinity(0, cores[:-1] or cores)
         stack.callback(os.sched_setaffinity, 0, cores)
 
-        def figures() -> Figures:
-            connection.send("figures")
-            return _received(connection)
+        def figures(when: _When) -> Figures:
+            for one in (connection, to_worker):
+                one.send(when)
+            answer: Figures = _received(connection)
+            answer.gauges["at_worker"] = _received(to_worker)
+            return answer
 
         yield Doors(router_address, worker_address, figures)
 
@@ -91,9 +108,9 @@ class Relayed:
 
 def relay(doors: Doors, num_streams: int, num_tokens: int) -> Relayed:
     """`num_streams` answers of `num_tokens` each at once."""
-    before, started = doors.figures(), time.perf_counter()
+    before, started = doors.figures("now"), time.perf_counter()
     messages = uvloop.run(_all_answers(doors.router, num_streams, num_tokens))
-    seconds, cpu_s = time.perf_counter() - started, doors.figures().cpu_s - before.cpu_s
+    seconds, cpu_s = time.perf_counter() - started, doors.figures("now").cpu_s - before.cpu_s
     count = num_streams * num_tokens
     return Relayed(count / seconds, messages / seconds, cpu_s / count * 1e6, cpu_s / seconds)
 
@@ -135,10 +152,10 @@ class Load:
                     clients.create_task(self._client(channel, self._seed + number, end))
                 while time.perf_counter() < end:
                     await asyncio.sleep(1.0)
-                    on_sample(await self._sample())
+                    on_sample(await self._sample(lambda: self._doors.figures("now")))
         finally:
             await channel.close()
-        return await self._sample()
+        return await self._sample(self._doors.settled)
 
     async def _client(self, channel: grpc.aio.Channel, seed: int, end: float) -> None:
         draw = random.Random(seed)
@@ -148,8 +165,8 @@ class Load:
             self._answers += 1
             self._tokens += num_tokens
 
-    async def _sample(self) -> Sample:
-        figures = await asyncio.to_thread(self._doors.figures)
+    async def _sample(self, ask: Callable[[], Figures]) -> Sample:
+        figures = await asyncio.to_thread(ask)
         return Sample(time.perf_counter() - self._started, self._answers, self._tokens, figures)
 
 
@@ -225,7 +242,7 @@ async def _at_the_worker(call: Any, number: int) -> None:
 def _process(
     main: Callable[..., Coroutine[Any, Any, None]], cores: list[int], argument: object
 ) -> Generator[tuple[str, Any]]:
-    """Runs `main(connection, argument)`, which sends its address first and ends when it is sent None."""
+    """Runs `main(connection, argument)`, which sends its address first and ends when the connection is closed."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(main, theirs, cores, argument), daemon=True)
@@ -253,9 +270,10 @@ def _received(connection: Any) -> Any:
 
 async def _worker(connection: Connection, step_s: float) -> None:
     server = RpcServer(RpcSettings(), [])
-    worker_pb2_grpc.add_WorkerServicer_to_server(_TrivialWorker(step_s), server.grpc_server)
+    worker = _TrivialWorker(step_s)
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
     connection.send(await server.start())
-    await _until_closed(connection, lambda: None)
+    await _until_closed(connection, lambda _: connection.send(worker.num_running))
     await server.stop(0)
 
 
@@ -269,7 +287,9 @@ async def _router(connection: Connection, worker_address: str) -> None:
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
     connection.send(await server.start())
 
-    def figures() -> Figures:
+    def figures(when: _When) -> Figures:
+        if when == "collected":
+            gc.collect()
         process = psutil.Process()
         times = process.cpu_times()
         gauges = {
@@ -277,25 +297,26 @@ async def _router(connection: Connection, worker_address: str) -> None:
             "queued": dispatcher.admission.num_queued,
             "charged": len(dispatcher.ledger.accounts),
             "streams": sessions.num_streams,
+            "objects": sum(isinstance(one, _PER_REQUEST) for one in gc.get_objects()),
         }
         return Figures(times.user + times.system, process.memory_info().rss, gauges)
 
-    await _until_closed(connection, lambda: connection.send(figures()))
+    await _until_closed(connection, lambda when: connection.send(figures(when)))
     await server.stop(0)
     await sessions.close()
 
 
-async def _until_closed(connection: Connection, on_message: Callable[[], None]) -> None:
+async def _until_closed(connection: Connection, on_message: Callable[[_When], None]) -> None:
     loop, closed = asyncio.get_running_loop(), asyncio.Event()
 
     def on_readable() -> None:
         try:
-            connection.recv()
+            message = connection.recv()
         except EOFError:
             loop.remove_reader(connection.fileno())
             closed.set()
         else:
-            on_message()
+            on_message(message)
 
     loop.add_reader(connection.fileno(), on_readable)
     await closed.wait()
@@ -306,14 +327,20 @@ class _TrivialWorker(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
+        self._sessions: list[dict[str, int]] = []  # of each: tokens to come, by request
+
+    @property
+    def num_running(self) -> int:
+        return sum(map(len, self._sessions))
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.StatusResponse:
-        return worker_pb2.StatusResponse()
+        return worker_pb2.StatusResponse(running=self.num_running)
 
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any
     ) -> AsyncIterator[worker_pb2.StepFrame]:
-        running: dict[str, int] = {}  # tokens to come, by request
+        running: dict[str, int] = {}
+        self._sessions.append(running)
         news = asyncio.Event()
 
         async def read() -> None:
@@ -335,6 +362,7 @@ class _TrivialWorker(worker_pb2_grpc.WorkerServicer):
                     await asyncio.sleep(self._step_s)
         finally:
             reader.cancel()
+            self._sessions.remove(running)
 
 
 def _step(running: dict[str, int]) -> worker_pb2.StepFrame:

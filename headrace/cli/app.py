@@ -19,6 +19,7 @@ from rich.table import Table
 
 from headrace.cli.bench import bench
 from headrace.cli.client import Answer, Client
+from headrace.cli.keys import keys
 from headrace.cli.options import (
     DEFAULT_HTTP_PORT,
     DEFAULT_PORT,
@@ -30,6 +31,7 @@ from headrace.cli.options import (
     SetOption,
     TemperatureOption,
     TimeoutOption,
+    http_address,
     router_address,
     settings_from,
 )
@@ -37,6 +39,7 @@ from headrace.cli.progress import cluster_progress, console, obtain_model, outpu
 from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
+from headrace.directory.redis_directory import shown_url
 from headrace.errors import Code, HeadraceError, InvalidRequest
 from headrace.model_store import list_models, resolve
 from headrace.rpc.v1 import inference_pb2
@@ -50,6 +53,7 @@ app = typer.Typer(
 models = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 
 PrefillCount = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")]
 DecodeCount = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
@@ -151,7 +155,7 @@ def generate(
 ) -> None:
     """Ask once; the answer streams to standard output."""
     settings = settings_from(config, assignments)
-    with Client(router_address(address, settings)) as client:
+    with Client(router_address(address, settings), settings.client) as client:
         client.wait_until_reachable()
         question = prompt if raw else [ChatMessage(role="user", content=prompt)]
         _stream(client, question, _sampling(max_tokens, temperature, seed), timeout_s)
@@ -168,7 +172,8 @@ def explain(
     """Show where the router would send a prompt now, and why. Nothing is generated."""
     from headrace.cli.explain import plan_report
 
-    with Client(router_address(address, settings_from(config, assignments))) as client:
+    settings = settings_from(config, assignments)
+    with Client(router_address(address, settings), settings.client) as client:
         client.wait_until_reachable()
         question = prompt if raw else [ChatMessage(role="user", content=prompt)]
         output.print(plan_report(client.explain(question)), highlight=False)
@@ -188,7 +193,7 @@ def chat(
     """Talk to a model. An empty line or Ctrl-D ends it."""
     settings = settings_from(config, assignments)
     messages = [ChatMessage(role="system", content=system)] if system else []
-    with Client(router_address(address, settings)) as client:
+    with Client(router_address(address, settings), settings.client) as client:
         client.wait_until_reachable()
         while question := _read_line():
             messages.append(ChatMessage(role="user", content=question))
@@ -220,6 +225,34 @@ def status(config: ConfigOption = None, assignments: SetOption = None) -> None:
         settings = settings.model_copy(update={"directory": directory})
         output.print(_router_line(running), highlight=False)
     output.print(status_report(settings))
+
+
+@app.command("top")
+def live_view(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            help="URL or HOST:PORT of a router's HTTP API. Default: the local cluster's.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The state as JSON, a line each second.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", envvar="HEADRACE_API_KEY", help="Where the router asks for one.", show_default=False
+        ),
+    ] = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Watch the router and its workers live. q or Ctrl-C ends it."""
+    from headrace.cli.top import show_fleet
+
+    url = address or http_address(settings_from(config, assignments))
+    show_fleet(url, api_key, as_json=as_json, once=once)
 
 
 IdOption = Annotated[
@@ -334,7 +367,7 @@ def _read_line() -> str:
 
 def _describe(running: RunningCluster, logs: Path) -> None:
     console.print(f"\n{_router_line(running)}", highlight=False)
-    console.print(f"directory  {running.directory_url}\nlogs       {logs}", highlight=False)
+    console.print(f"directory  {shown_url(running.directory_url)}\nlogs       {logs}", highlight=False)
     console.print("[dim]In another terminal: headrace chat. Ctrl-C stops it.[/]")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 
-from headrace.errors import Code, HeadraceError, PeerError, Unavailable
+from headrace.config import ClientSettings
+from headrace.errors import Code, HeadraceError, InvalidRequest, PeerError, Unavailable
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.tokenizer import ChatMessage
 
@@ -36,9 +38,13 @@ class Answer:
 class Client:
     """A connection to a router. Use as a context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
+        """Raises InvalidRequest for files that can not be read."""
         self.address = address
-        self._channel = grpc.insecure_channel(address)
+        settings = settings or ClientSettings()
+        self._channel = _channel(address, settings)
+        key = _read("client.api_key_file", settings.api_key_file)
+        self._metadata = [("authorization", f"Bearer {key.decode().strip()}")] if key else None
         self._stub: Any = inference_pb2_grpc.InferenceStub(
             cast("Any", self._channel)
         )  # its types are those of grpc.aio
@@ -69,7 +75,7 @@ class Client:
         request = _request(prompt, sampling)
         sent_at = time.monotonic()
         try:
-            for response in self._stub.Generate(request, timeout=timeout_s):
+            for response in self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata):
                 if response.token_ids:
                     answer.token_times_s.append(time.monotonic() - sent_at)
                 answer.num_tokens += len(response.token_ids)
@@ -83,9 +89,27 @@ class Client:
         """Where the router would send it now, and why. Raises HeadraceError."""
         request = inference_pb2.ExplainRequest(request=_request(prompt, inference_pb2.SamplingParams()))
         try:
-            return self._stub.Explain(request, timeout=_EXPLAIN_TIMEOUT_S).plan
+            return self._stub.Explain(request, timeout=_EXPLAIN_TIMEOUT_S, metadata=self._metadata).plan
         except grpc.RpcError as error:
             raise _translated(error) from None
+
+
+def _channel(address: str, settings: ClientSettings) -> grpc.Channel:
+    if not settings.tls:
+        return grpc.insecure_channel(address)
+    credentials = grpc.ssl_channel_credentials(
+        _read("client.ca_file", settings.ca_file),
+        _read("client.key_file", settings.key_file),
+        _read("client.cert_file", settings.cert_file),
+    )
+    return grpc.secure_channel(address, credentials)
+
+
+def _read(field: str, path: Path | None) -> bytes | None:
+    try:
+        return path.read_bytes() if path is not None else None
+    except OSError as error:
+        raise InvalidRequest(field, str(path), f"can not be read: {error}") from None
 
 
 def _request(

@@ -61,3 +61,9 @@ def router_address(address: str | None, settings: Settings) -> str:
         return address
     running = find_running(settings.model.cache_dir, settings.directory.cluster)
     return running.router if running else f"127.0.0.1:{DEFAULT_PORT}"
+
+
+def http_address(settings: Settings) -> str:
+    """URL of the local cluster's HTTP API, else the one that `headrace router` has by default."""
+    running = find_running(settings.model.cache_dir, settings.directory.cluster)
+    return (running and running.http) or f"http://127.0.0.1:{DEFAULT_HTTP_PORT}"

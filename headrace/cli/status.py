@@ -10,10 +10,12 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from headrace.cluster.exposure import unprotected
 from headrace.config import Settings
 from headrace.directory.records import WorkerRecord
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.rpc.channel import open_channel
+from headrace.rpc.tls import Part
 from headrace.rpc.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 3.0
@@ -33,7 +35,8 @@ async def _collect(settings: Settings) -> RenderableType:
     finally:
         await directory.close()
     answers = await asyncio.gather(*(_ask(record, settings) for record in records))
-    return Group(_workers(settings.directory.cluster, records, answers), _links(answers))
+    warnings = [f"[bold red]insecure[/] {what}" for what in unprotected(settings, Part.ROUTER)]
+    return Group(*warnings, _workers(settings.directory.cluster, records, answers), _links(answers))
 
 
 def _workers(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import structlog
 
 from headrace.cluster import placement
 from headrace.cluster.placement import PlacedProcess
-from headrace.cluster.process import Kind, ProcessSpec
+from headrace.cluster.process import Kind, ProcessSpec, check
 from headrace.cluster.reaper import Reaper
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import Settings
@@ -80,11 +81,13 @@ class LocalCluster:
         reaper = Reaper(str(self.folder))
         self._cleanup.callback(reaper.close)
         self._on_stage("directory", "starting")
-        server = self._cleanup.enter_context(RedisServer())
+        server = self._cleanup.enter_context(RedisServer(secrets.token_urlsafe(24)))
         self.directory_url = server.url
         self._on_stage("directory", "serving")
         self._start_ray(reaper)
         specs = self._specs()
+        for spec in specs:
+            check(spec)
         for spec in specs:
             # The router shares whatever is idle; a worker has a core's worth reserved.
             bundle = {"CPU": 0.01 if spec.kind == "router" else 1.0}

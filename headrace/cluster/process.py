@@ -10,8 +10,10 @@ from typing import Literal
 
 import structlog
 
+from headrace.cluster.exposure import check_exposure
 from headrace.cluster.hosted import Report, Runnable
 from headrace.config import Settings
+from headrace.rpc.tls import Part
 from headrace.telemetry import configure_logging
 
 log = structlog.get_logger()
@@ -30,9 +32,17 @@ class ProcessSpec:
     log_file: Path | None = None
 
 
+def check(spec: ProcessSpec) -> list[str]:
+    """What of it is not protected. Raises InvalidRequest where that is not allowed."""
+    part = Part.ROUTER if spec.kind == "router" else Part.WORKER
+    return check_exposure(spec.settings, part, spec.name)
+
+
 def prepare(spec: ProcessSpec) -> None:
-    """Once per process, before `build`: logging, cores, what UCX reads from the environment."""
+    """Once per process, before `build`: logging, cores, what UCX reads from the environment. Raises as `check`."""
     configure_logging(spec.settings.log_level, spec.name, spec.log_file)
+    if missing := check(spec):
+        log.warning("insecure", missing=missing, see="docs/security.md")
     log.info("settings in force", cores=list(spec.cores), **spec.settings.describe())
     _bind(spec.cores)
     if spec.kind != "router":

@@ -29,7 +29,9 @@ _WATCHDOG = 'read -r line; kill -KILL "$1" 2>/dev/null; rm -rf -- "$2"'
 class RedisServer:
     """A context manager, or `start` and `stop`. After `stop` it can be started again: empty, at the same port."""
 
-    def __init__(self) -> None:
+    def __init__(self, password: str = "") -> None:
+        """`password`: without one everybody on this machine can use it."""
+        self._password = password
         self.port = 0
         self._folder = Path()
         self._server: subprocess.Popen[bytes] | None = None
@@ -37,7 +39,8 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://{_HOST}:{self.port}/0"
+        user = f":{self._password}@" if self._password else ""
+        return f"redis://{user}{_HOST}:{self.port}/0"
 
     @property
     def pid(self) -> int:
@@ -97,6 +100,10 @@ class RedisServer:
             "dir": str(self._folder),
         }
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+        if self._password:  # not an argument: others see those. The folder is its owner's only
+            secret = self._folder / "secret.conf"
+            secret.write_text(f"requirepass {self._password}\n")
+            arguments.insert(0, str(secret))
         # Own sessions: Ctrl+C in a terminal is for the owner, whose workers still have to leave the directory.
         with (self._folder / "log").open("wb") as log_file:
             self._server = subprocess.Popen(
@@ -115,7 +122,7 @@ class RedisServer:
     def _wait_until_serving(self, port: int) -> None:
         assert self._server is not None
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not _answers(port, self._server.pid):
+        while not _answers(port, self._server.pid, self._password):
             if self._server.poll() is not None or time.monotonic() > deadline:
                 said = (self._folder / "log").read_text(errors="replace").strip().splitlines()
                 state = "no answer" if self._server.returncode is None else "it ended"
@@ -144,12 +151,13 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _answers(port: int, pid: int) -> bool:
+def _answers(port: int, pid: int, password: str) -> bool:
     """Whether the server at `port` serves and is process `pid`: another one may have come first."""
     answer = b""
     try:
         with socket.create_connection((_HOST, port), timeout=_PROBE_TIMEOUT_S) as connection:
-            connection.sendall(b"INFO server\r\nQUIT\r\n")
+            auth = f"AUTH {password}\r\n" if password else ""
+            connection.sendall(f"{auth}INFO server\r\nQUIT\r\n".encode())
             while data := connection.recv(4096):
                 answer += data
     except OSError:  # refused, reset or silent

@@ -21,6 +21,8 @@ def announce(running: RunningCluster, cache_dir: Path, name: str) -> Path:
     path = _file(cache_dir, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    partial.touch(mode=0o600)  # the directory's URL holds a password
     partial.write_text(json.dumps(asdict(running)))
     return partial.replace(path)
 

@@ -209,7 +209,7 @@ class WorkerProcess:
         self._cleanup.push_async_callback(self._transfers.close)
         await self._transfers.start()
         self._engine = EngineClient(
-            self._core, self._files.config, self._compile_grammar, self._publish_blocks
+            self._core, self._files.config, self._compile_grammar, self._publish_blocks, self._hurry
         )
 
     async def _serve(self) -> None:
@@ -376,6 +376,9 @@ class WorkerProcess:
     def _publish_blocks(self, stored: dict[bytes, Tier], removed: list[bytes]) -> None:
         self._publisher.add(stored, removed)
 
+    def _hurry(self) -> None:
+        self._publisher.hurry()
+
     def _kind(self) -> str:
         """Of workers that are equally fast."""
         engine = self._settings.engine
@@ -406,7 +409,7 @@ class WorkerProcess:
                 free_blocks=load.free_blocks,
                 cached_blocks=load.cached_blocks,
                 prefill_tokens_per_s=load.prefill_tokens_per_s,
-                shares=_by_router(self._core.shares()),
+                shares=by_router(self._engine.shares()),
             ),
             block_bytes=self._cache.block_bytes,
             kind=self._kind(),
@@ -442,7 +445,7 @@ class WorkerProcess:
         )
 
 
-def _by_router(shares: Mapping[str, Share]) -> tuple[RouterShare, ...]:
+def by_router(shares: Mapping[str, Share]) -> tuple[RouterShare, ...]:
     """The largest; of the others the sum."""
     each = sorted(
         (

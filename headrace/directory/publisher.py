@@ -1,6 +1,7 @@
 """A worker's voice in the directory: its record, and which blocks it holds in which tier. Runs on its event loop.
 
     engine step ─▶ add(stored, removed) ─▶ pending changes, load by router ── every publish_interval_s ─▶ directory
+    prompt arrives ─▶ hurry() ─────────────────────────────────────── within milliseconds ──┘
 
 The set of own blocks is the truth. Whenever the directory may not agree with it (first publish, failed write,
 emptied or older Redis, expired record) the whole set is registered anew. Nothing else is remembered of an
@@ -25,6 +26,7 @@ from headrace.tier import Tier
 log = structlog.get_logger()
 
 _START_TIMEOUT_S = 10.0
+_LEAST_INTERVAL_S = 0.002
 _MAX_EVENT_BLOCKS = 2048  # an event with more is announced without them: watchers read the set
 
 
@@ -53,7 +55,8 @@ class Publisher:
         self._published_at = 0.0
         self._num_failures = 0
         self._superseded = False
-        self._stopping = asyncio.Event()
+        self._stopping = False
+        self._wake = asyncio.Event()  # to stop, or to publish at once
         self._task: asyncio.Task[None] | None = None
 
     def add(self, stored: Mapping[bytes, Tier], removed: list[bytes]) -> None:
@@ -67,6 +70,11 @@ class Publisher:
         for block, tier in stored.items():
             self._note(block, self._blocks.get(block), tier)
             self._blocks[block] = tier
+
+    def hurry(self) -> None:
+        """What the record tells now can not wait: until they know, routers send the next prompt here, too."""
+        if self._in_step:
+            self._wake.set()
 
     async def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Join the directory, taking the worker id over from an earlier incarnation; then publish in the background.
@@ -95,7 +103,8 @@ class Publisher:
         if self._task is None:
             return
         # A write that is under way ends first: were it cut off, it could still arrive behind our leaving.
-        self._stopping.set()
+        self._stopping = True
+        self._wake.set()
         await asyncio.wait([self._task])
         self._task = None
         record = self._record_source()
@@ -116,8 +125,10 @@ class Publisher:
 
     async def _run(self) -> None:
         delay_s = self._interval_s
-        while not await self._stopped_within(delay_s):
-            delay_s = await self._try_publish()
+        while not self._stopping:
+            await self._sleep(delay_s)
+            if not self._stopping:
+                delay_s = await self._try_publish()
 
     async def _try_publish(self) -> float:
         """Publish what is pending. Returns how long to wait before the next time; an outage is logged once."""
@@ -133,12 +144,16 @@ class Publisher:
         self._num_failures = 0
         return self._refresh_s if self._superseded else self._interval_s
 
-    async def _stopped_within(self, timeout_s: float) -> bool:
+    async def _sleep(self, delay_s: float) -> None:
+        """Or until it is woken, which is not heeded more often than the directory can take."""
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._stopping.wait()
+            async with asyncio.timeout(delay_s):
+                await asyncio.sleep(_LEAST_INTERVAL_S)
+                await self._wake.wait()
         except TimeoutError:
-            return False
+            pass
+        if not self._stopping:
+            self._wake.clear()
 
     async def _claim(self, record: WorkerRecord) -> None:
         """Register anew. A worker id that another incarnation has taken over is left to it, until it goes."""

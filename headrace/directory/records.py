@@ -77,6 +77,11 @@ class WorkerRecord:
     block_bytes: _Count = 0  # of one KV block; 0: an older worker that does not say
     kind: str = ""  # what it computes with; workers of one kind are as fast as one another
 
+    @property
+    def used_blocks(self) -> int:
+        """Neither free nor cached for later prompts."""
+        return max(0, self.num_blocks - self.load.free_blocks - self.load.cached_blocks)
+
 
 class EventKind(StrEnum):
     CHANGED = "changed"  # `stored` and `removed` are all that happened; both may be empty: a sign of life

@@ -12,15 +12,19 @@ makes each write one transaction that first looks who holds the worker id. Times
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import redis.asyncio
+import redis.exceptions
 import structlog
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError, ResponseError
 
 from headrace.block_hash import DIGEST_BYTES
@@ -117,6 +121,75 @@ def shown_url(url: str) -> str:
     return f"{parts.scheme}://{user}{parts.hostname or ''}{port}{parts.path}"
 
 
+class _FromFile(CredentialProvider):
+    """Asked for each new connection, so that a password can be replaced while we run."""
+
+    def __init__(self, settings: DirectorySettings) -> None:
+        self._settings = settings
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        path = self._settings.password_file
+        assert path is not None
+        try:
+            password = path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise redis.exceptions.ConnectionError(f"directory.password_file {path}: {error}") from None
+        return (self._settings.username, password) if self._settings.username else (password,)
+
+
+class _TlsConnection(SSLConnection):
+    """Trusts `ca_file` alone where there is one, and shows the certificate that is in the files now."""
+
+    def __init__(self, settings: DirectorySettings, **options: Any) -> None:
+        self._settings = settings
+        super().__init__(**options)
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        self.ssl_context.context = _ssl_context(self._settings)
+        return super()._connection_arguments()
+
+
+def _connection_options(settings: DirectorySettings) -> dict[str, Any]:
+    """Raises ValueError for a URL that Redis clients do not know."""
+    options: dict[str, Any] = {**parse_url(settings.url)}
+    if settings.password_file is not None:
+        if options.pop("password", None) or options.pop("username", None):
+            raise InvalidRequest(
+                "directory.password_file",
+                str(settings.password_file),
+                "the URL must have no user or password then",
+            )
+        options["credential_provider"] = _FromFile(settings)
+    if options.get("connection_class") is SSLConnection:
+        options["connection_class"] = _TlsConnection
+        options["settings"] = settings
+    elif settings.ca_file or settings.cert_file:
+        raise InvalidRequest(
+            "directory.url", shown_url(settings.url), "directory.ca_file and cert_file need rediss://"
+        )
+    return options
+
+
+def _check_files(settings: DirectorySettings) -> None:
+    """At the start, so that a mistake does not look like a directory that is away. Raises InvalidRequest."""
+    try:
+        if settings.password_file is not None:
+            settings.password_file.read_text()
+        if settings.ca_file or settings.cert_file:
+            _ssl_context(settings)
+    except (OSError, UnicodeDecodeError) as error:
+        files = (settings.password_file, settings.ca_file, settings.cert_file, settings.key_file)
+        shown = ", ".join(str(path) for path in files if path)
+        raise InvalidRequest("directory", shown, f"can not be read: {error}") from None
+
+
+def _ssl_context(settings: DirectorySettings) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=settings.ca_file)
+    if settings.cert_file is not None:
+        context.load_cert_chain(settings.cert_file, settings.key_file)
+    return context
+
+
 class RedisDirectory:
     """Implements `Directory`. Connects when first used; one object serves any number of tasks of one event loop."""
 
@@ -126,8 +199,8 @@ class RedisDirectory:
         self._ttl_ms = max(1, round(settings.worker_ttl_s * 1000))
         self._prefix = f"headrace:{{{settings.cluster}}}"
         try:
-            pool = redis.asyncio.BlockingConnectionPool.from_url(
-                settings.url,
+            pool = redis.asyncio.BlockingConnectionPool(
+                **_connection_options(settings),
                 max_connections=_MAX_CONNECTIONS,
                 timeout=_ANSWER_TIMEOUT_S,
                 # `_border` is the limit. This one uses asyncio.wait_for, which before Python 3.12 loses
@@ -140,6 +213,7 @@ class RedisDirectory:
             raise InvalidRequest(
                 "directory.url", self._shown_url, "write redis://, rediss:// or unix://"
             ) from None
+        _check_files(settings)
         self._redis: Any = redis.asyncio.Redis.from_pool(pool)  # its answers' types hang on its options
         self._write_script = self._redis.register_script(_WRITE)
         self._remove_script = self._redis.register_script(_REMOVE)

@@ -4,8 +4,8 @@ A worker id stands for one incarnation at a time; with the incarnation go its bl
 synchronous and runs on one event loop, so a reader never sees half a change.
 
 `match` is the reader's question. It knows what workers have reported (`index`), and what they were sent a moment ago
-and can not have reported yet (`assume`). `loads_of_others` is what workers have reported of other routers' requests; its
-own the reader knows better.
+and can not have reported yet (`assume`). `loads_of_others` is what workers have reported of other routers' requests;
+its own the reader knows better.
 """
 
 from __future__ import annotations

@@ -288,9 +288,11 @@ class Engine:
             tiers=self._pool.tier_stats(),
         )
 
-    def shares(self) -> dict[str, Share]:
-        """Of the load of the moment, by the sequences' `origin`. May be called from another thread."""
-        return self._scheduler.shares()
+    def shares(self, arriving: list[Sequence]) -> dict[str, Share]:
+        """Of the load of the moment, by the sequences' `origin`; `arriving`: on their way here, or here by now. May be
+        called from another thread.
+        """
+        return self._scheduler.shares(arriving)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

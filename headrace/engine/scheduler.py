@@ -121,10 +121,11 @@ class Scheduler:
         running = [s for s in list(self._running) if s.state is State.RUNNING]
         return self._queued_tokens + sum(len(s.token_ids) - s.num_computed for s in running)
 
-    def shares(self) -> dict[str, Share]:
-        """Of the load, by who sent it. May be read from another thread."""
+    def shares(self, arriving: list[Sequence]) -> dict[str, Share]:
+        """Of the load, by who sent it. Of `arriving` those count that are not here. May be read from another thread."""
         sums: dict[str, list[int]] = {}
-        for choices in list(self._sequences.values()):
+        known = {sequence.id: [sequence] for sequence in arriving} | self._sequences
+        for choices in known.values():
             for sequence in list(choices):
                 share = sums.setdefault(sequence.origin, [0, 0, 0])
                 num_to_compute = _tokens_to_compute(sequence)

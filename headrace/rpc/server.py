@@ -1,4 +1,4 @@
-"""Servers: options, port, health and reflection. One per process."""
+"""Servers: options, port, TLS, health and reflection. One per process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headrace.config import RpcSettings
+from headrace.config import RpcSettings, SecuritySettings
 from headrace.errors import Unavailable
 from headrace.rpc.status import ErrorInterceptor
+from headrace.rpc.tls import (
+    RoleInterceptor,
+    cluster_certificates,
+    front_certificates,
+    server_credentials,
+)
 
 LIVENESS = "liveness"  # a service by this name is healthy for as long as the process answers
 
@@ -21,13 +27,28 @@ _MAX_STREAMS = 8192
 class RpcServer:
     """A gRPC server with standard health (v1) and reflection. Nobody is SERVING until `set_ready`."""
 
-    def __init__(self, settings: RpcSettings, services: Sequence[str]) -> None:
-        """`services` are full names, for health and reflection. Add servicers to `grpc_server`, then `start`."""
+    def __init__(
+        self, settings: RpcSettings, services: Sequence[str], front: SecuritySettings | None = None
+    ) -> None:
+        """`services` are full names, for health and reflection. Add servicers to `grpc_server`, then `start`.
+
+        `front`: this is the front door; its clients are strangers. None: it is for processes of ours, and where
+        `rpc.tls` is set up each call needs a certificate with the right role. Raises InvalidRequest for files that can
+        not be used.
+        """
         self._settings = settings
         self._services = services
         self.port = 0
         self.health = health.aio.HealthServicer()
-        self.grpc_server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=_options(settings))
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+        if front is not None:
+            self._certificates = front_certificates(settings, front)
+        elif settings.tls.enabled:
+            self._certificates = cluster_certificates(settings.tls)
+            interceptors.append(RoleInterceptor(self._certificates))
+        else:
+            self._certificates = None
+        self.grpc_server = grpc.aio.server(interceptors=interceptors, options=_options(settings))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc_server)
         reflection.enable_server_reflection(
             (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc_server
@@ -40,7 +61,10 @@ class RpcServer:
         await self.health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         wanted = f"{self._settings.host}:{self._settings.port}"
         try:
-            self.port = self.grpc_server.add_insecure_port(wanted)
+            if self._certificates is None:
+                self.port = self.grpc_server.add_insecure_port(wanted)
+            else:
+                self.port = self.grpc_server.add_secure_port(wanted, server_credentials(self._certificates))
         except RuntimeError as error:
             raise Unavailable(f"can not listen on {wanted}: {error}; is the port taken?") from None
         await self.grpc_server.start()

@@ -34,7 +34,7 @@ from router.http.json_body import Body, parsed
 
 log = structlog.get_logger()
 
-_STATUS = {
+STATUS = {  # and the kind, as OpenAI names it
     Code.INVALID_ARGUMENT: (400, "invalid_request_error"),
     Code.UNAUTHENTICATED: (401, "authentication_error"),
     Code.PERMISSION_DENIED: (403, "permission_error"),
@@ -120,7 +120,7 @@ class Call:
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it while the client is there. The body has been read. Raises RequestCancelled when it left."""
-        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(client_left(self._receive))
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -191,9 +191,11 @@ class Call:
         self._ended = True
         await self._send({"type": "http.response.body", "body": last})
 
-    async def _left(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+
+async def client_left(receive: Receive) -> None:
+    """Returns when it has. The body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Endpoint:
@@ -230,7 +232,7 @@ async def answered(call: Call, work: Awaitable[None]) -> None:
 
 def error_content(error: HeadraceError) -> tuple[int, dict[str, Any]]:
     """The status and OpenAI's error object."""
-    status, kind = _STATUS.get(error.code, (500, "server_error"))
+    status, kind = STATUS.get(error.code, (500, "server_error"))
     if isinstance(error, BodyTooLarge):
         status = 413
     elif isinstance(error, BodyLate):

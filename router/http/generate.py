@@ -157,8 +157,7 @@ async def _run(
 def _count(usage: Usage, generation: Generation, update: Update) -> None:
     usage.completion_tokens += len(update.token_ids)
     if update.end is not None:
-        # A worker that went on after another's loss may have found tokens of the answer in its cache, too.
-        usage.cached_tokens += min(update.end.cached_tokens, len(generation.request.token_ids))
+        usage.cached_tokens += generation.request.cached_tokens(update.end.cached_tokens)
 
 
 def _call_source(body: ChatCompletionBody) -> CallSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Generator as Generating
 from contextlib import contextmanager
 
@@ -20,7 +21,13 @@ _START_TIMEOUT_S = 10.0
 class HttpServer:
     """`start`, then `stop`."""
 
-    def __init__(self, app: ASGIApp, settings: HttpSettings, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: HttpSettings,
+        drain_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=connection_class(settings),
@@ -31,7 +38,9 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            ssl_context_factory=None if tls is None else lambda *_: tls,
         )
+        self._scheme = "http" if tls is None else "https"
         config.timeout_graceful_shutdown = drain_timeout_s  # type: ignore[assignment] - seconds, not only whole ones
         self._server = _Server(config)
 
@@ -46,7 +55,7 @@ class HttpServer:
         async with asyncio.timeout(_START_TIMEOUT_S):
             await self._server.listening.wait()
         host = advertise_host or host
-        return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:
         """Take no more connections, let running requests end within the drain time, cancel the rest."""

@@ -23,6 +23,7 @@ from router.policy.prediction import best_holder, first_token, of_local, of_pair
 from router.policy.views import (
     MAX_ALTERNATES,
     ClusterView,
+    Floats,
     Plan,
     Pool,
     Prediction,
@@ -58,13 +59,14 @@ def choose(request: RequestView, cluster: ClusterView) -> Plan:
     random = Random(request.seed)
     holder = best_holder(cluster)
     prefill = _best_prefill(request, cluster, holder, random)
+    steps_s = ranking.step_s(request, cluster.decode.columns)
     options = [
         _Option(worker, decode, of_pair(request, cluster, worker, decode, first))
-        for decode in _best_decode(request, cluster.decode, random)
+        for decode in _best_decode(cluster.decode, steps_s, random)
         for worker, first in prefill
     ] + [
         _Option(None, decode, of_local(request, decode, first_token(request, cluster, decode, holder)))
-        for decode in _best_local(request, cluster.decode, random)
+        for decode in _best_local(request, cluster.decode, steps_s, random)
     ]
     kept = [option for option in options if option.prediction.itl_s <= request.targets.itl_s]
     best, reason = _cheapest(request, _worthwhile(kept or _closest(request, options)), random)
@@ -122,17 +124,20 @@ def _best_prefill(
     return sorted(best, key=lambda entry: entry[0].queue_s + (1 + REUSE) * entry[1][0] + entry[1][1])
 
 
-def _best_decode(request: RequestView, pool: Pool, random: Random) -> list[WorkerView]:
+def _best_decode(pool: Pool, steps_s: Floats, random: Random) -> list[WorkerView]:
     """Those with the shortest steps, and the one that has most of the prompt: its transfer is the shortest."""
-    best = ranking.lowest(pool, ranking.step_s(request, pool.columns), _SHORT_LIST, random)
-    [most] = ranking.lowest(pool, -pool.columns.cached_tokens, 1, random)
-    return best if most in best or not most.cached_tokens else [*best, most]
+    best = ranking.lowest(pool, steps_s, _SHORT_LIST, random)
+    cached = pool.columns.cached_tokens
+    most = cached.max()
+    if not most:
+        return best
+    holder = pool[random.choice((cached == most).nonzero()[0].tolist())]
+    return best if holder in best else [*best, holder]
 
 
-def _best_local(request: RequestView, pool: Pool, random: Random) -> list[WorkerView]:
+def _best_local(request: RequestView, pool: Pool, steps_s: Floats, random: Random) -> list[WorkerView]:
     """Those that would compute the prompt the soonest."""
-    columns = pool.columns
-    scores = columns.queue_s + ranking.alone_s(request, columns) + ranking.step_s(request, columns)
+    scores = pool.columns.queue_s + ranking.alone_s(request, pool.columns) + steps_s
     return ranking.lowest(pool, scores, _SHORT_LIST, random)
 
 

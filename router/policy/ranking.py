@@ -1,4 +1,4 @@
-"""The terms of `prediction.py` for all workers of a pool at once, by column, to find the few that are worth a closer look.
+"""The terms of `prediction.py` for all workers of a pool at once, by column: to find the few worth a closer look.
 
 Where `prediction.py` takes the link between two workers, an average one stands in here.
 """
@@ -10,8 +10,6 @@ from random import Random
 import numpy as np
 
 from router.policy.views import ClusterView, Columns, Floats, Pool, RequestView, WorkerView
-
-_MIX = np.uint64(0xFF51AFD7ED558CCD)  # MurmurHash3's finalizer
 
 
 def alone_s(request: RequestView, columns: Columns) -> Floats:
@@ -44,14 +42,14 @@ def step_s(request: RequestView, columns: Columns) -> Floats:
 
 def lowest(pool: Pool, scores: Floats, count: int, random: Random) -> list[WorkerView]:
     """The `count` workers with the lowest scores, the lowest first; equal ones in random order."""
-    if len(scores) <= count:
-        near = np.arange(len(scores))
-    else:
-        (near,) = (scores <= np.partition(scores, count - 1)[count - 1]).nonzero()
-    ties = near.astype(np.uint64) + np.uint64(random.getrandbits(62))
-    ties = (ties ^ (ties >> np.uint64(33))) * _MIX
-    order = np.lexsort((ties ^ (ties >> np.uint64(33)), scores[near]))
-    return [pool[number] for number in near[order[:count]].tolist()]
+    numbers = list(range(len(scores)))
+    if len(scores) > count:
+        limit = np.partition(scores, count - 1)[count - 1]
+        (below,) = (scores < limit).nonzero()
+        (equal,) = (scores == limit).nonzero()
+        numbers = [*below.tolist(), *random.sample(equal.tolist(), count - len(below))]
+    random.shuffle(numbers)
+    return [pool[number] for number in sorted(numbers, key=scores.__getitem__)]
 
 
 def _usable(request: RequestView, columns: Columns) -> Floats:

@@ -15,6 +15,42 @@ P, D = Role.PREFILL, Role.DECODE
 PROMPT = [3 + (7 * i) % 200 for i in range(5 * STEP_TOKENS + 3)]
 
 
+@pytest.mark.parametrize("is_split", [True, False])
+async def test_ab01_requests_that_are_cancelled_in_an_engines_queue_leave_nothing_there(
+    settings_with, is_split
+):
+    """A long prompt runs at the engine that prefills; ten wait behind it, and are cancelled."""
+    settings = settings_with(engine={"max_sequences": 1, "num_blocks": 400})
+    long = [3 + i % 200 for i in range(30 * STEP_TOKENS)]
+    async with workers(settings, P, D) as [p, d], session_with(d) as session:
+        engine, prefill = (p, [p]) if is_split else (d, [])
+        gate = Gate(engine)
+
+        async def until_waiting(number):
+            async with asyncio.timeout(20):
+                while engine.process._core.load().waiting != number:
+                    num_begun = gate.num_begun
+                    gate.allow()
+                    await gate.begun(num_begun + 1)
+
+        running = await session.start(long, prefill=prefill, max_tokens=1)
+        await gate.begun(1)
+        waiting = [
+            await session.start([number, *PROMPT], prefill=prefill, request_id=str(number))
+            for number in range(10)
+        ]
+        await until_waiting(10)
+        for number in range(10):
+            await session.abort(str(number))
+        await until_waiting(0)
+        assert not running.ended.is_set()
+        gate.open()
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(answer.ended.wait() for answer in [running, *waiting]))
+        assert not any(answer.token_ids for answer in waiting)
+        assert (await engine.status()).prefill_tokens == len(long)
+
+
 async def test_ab02_a_cancel_in_the_middle_of_a_long_prefill(settings_with):
     """40 chunks, cancelled after the second: the prefill worker runs at most the one that is under way."""
     settings = settings_with(engine={"num_blocks": 200})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 
@@ -16,6 +17,7 @@ from structlog.testing import capture_logs
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import DirectorySettings
 from headrace.directory import redis_directory
+from headrace.directory.base import retry_delay_s
 from headrace.directory.publisher import Publisher
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.directory.view import DirectoryView
@@ -103,7 +105,7 @@ async def longer_than_the_ttl(fleet: Fleet, *, seen: set[str]) -> None:
         assert set(fleet.view.workers) == seen
 
 
-async def test_killed_and_restarted_empty(fleet, server):
+async def test_rd01_killed_and_restarted_empty(fleet, server):
     with capture_logs() as logs:
         os.kill(server.pid, signal.SIGKILL)
         await longer_than_the_ttl(fleet, seen={"a", "b"})
@@ -117,6 +119,32 @@ async def test_killed_and_restarted_empty(fleet, server):
     assert [line["log_level"] for line in logs].count("warning") == 3
     await fleet.start("c", 1)
     await until(lambda: fleet.matched(1) == {"a": 1, "b": 1, "c": 1})
+
+
+async def test_rd01_killed_and_restarted_with_its_data(fleet, server, tmp_path, monkeypatch):
+    """What it kept is older than what the workers did meanwhile, and names one that is gone."""
+    async with asyncio.timeout(20):
+        await fleet.workers[0].directory._redis.save()
+    folder = shutil.copytree(server._folder, tmp_path / "kept")
+    os.kill(server.pid, signal.SIGKILL)
+    await fleet.crash(fleet.workers[1])
+    fleet.workers[0].publisher.add(on_device(4), digests(2))
+    server.stop()
+    monkeypatch.setattr("headrace.cluster.redis_server.tempfile.mkdtemp", lambda **_: str(folder))
+    server.start()
+    assert "Done loading RDB" in (folder / "log").read_text()
+    await until(lambda: fleet.view.index.blocks("a") == set(on_device(1, 3, 4)))
+    await until(lambda: set(fleet.view.workers) == {"a"})
+    assert fleet.matched(1, 2) == {"a": 1}
+    await fleet.start("c", 1)
+    await until(lambda: fleet.matched(1) == {"a": 1, "c": 1})
+
+
+def test_rd01_who_lost_it_comes_back_less_and_less_often_and_not_together():
+    for num_failures, longest_s in ((1, 0.2), (2, 0.4), (3, 0.8), (10, 3.0), (10_000, 3.0)):
+        delays = [retry_delay_s(num_failures, 3.0) for _ in range(200)]
+        assert longest_s / 2 <= min(delays) < max(delays) <= longest_s
+        assert max(delays) - min(delays) > longest_s / 4
 
 
 async def test_a_worker_that_died_during_the_outage_is_dropped_after_it(fleet, server):
@@ -149,7 +177,7 @@ async def test_flushed_while_everybody_is_connected(fleet, server):
     await until(lambda: fleet.matched(1, 2, 3) == {"a": 3, "b": 3})
 
 
-async def test_paused(fleet, server, monkeypatch):
+async def test_rd01_paused(fleet, server, monkeypatch):
     monkeypatch.setattr(redis_directory, "_ANSWER_TIMEOUT_S", 0.1)
     os.kill(server.pid, signal.SIGSTOP)
     try:
@@ -206,7 +234,7 @@ async def test_an_old_process_that_lives_on_does_not_take_its_id_back(fleet):
     assert fleet.matched(7, 8) == {"a": 1}
 
 
-async def test_a_new_router_learns_everything_from_the_directory(fleet):
+async def test_ro04_a_new_router_learns_everything_from_the_directory(fleet):
     view = fleet.new_router()
     await until(lambda: fleet.matched(1, 2, 3, view=view) == {"a": 3, "b": 2})
     assert view.workers == fleet.view.workers

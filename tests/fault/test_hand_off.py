@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
 
 from headrace.directory.records import Role
 from headrace.errors import Code
+from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc
 from tests.support.fleet import BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS, session_with, workers
 
 P, D = Role.PREFILL, Role.DECODE
@@ -232,15 +234,27 @@ async def test_ab04_a_transfer_that_never_ends_is_torn_down_before_its_blocks_ar
         d.faults.stall = False
 
 
-async def test_ab03_a_cancel_between_prefill_and_pull_releases_the_hold(settings):
+async def test_ab03_a_cancel_between_prefill_and_pull_releases_the_hold(settings_with):
+    """By the cancel, long before the lease would end it. What comes for it later is refused and counted."""
+    settings = settings_with(kv={"lease_ttl_s": 300.0})
     async with workers(settings, P, D) as [p, d], session_with(d) as session:
         d.faults.stall = True
         answer = await session.start(PROMPT, prefill=[p])
         async with asyncio.timeout(10):
             await answer.started.wait()
-        assert (await p.status()).blocks.held > 0
+        [hold] = (await p.status()).holds
         await session.abort()
         d.faults.stall = False
+        await p.assert_idle()
+        late = kv_pb2.ReleaseRequest(lease_id=hold.owner, incarnation=p.incarnation, reader=d.incarnation)
+        async with grpc.aio.insecure_channel(p.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await kv_pb2_grpc.KvExchangeStub(channel).Release(late, timeout=5)
+        assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+        metrics = await p.metrics()
+        assert metrics['headrace_kv_refused_references_total{reason="unknown_lease"}'] == 1
+        canary = await session.answer(PROMPT[::-1], prefill=[p], request_id="canary")
+        assert canary.end.prefill_worker == p.worker_id
 
 
 async def test_an_abort_behind_the_first_token_is_told_what_was_cached(settings):

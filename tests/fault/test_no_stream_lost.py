@@ -236,7 +236,7 @@ async def test_a_prefill_worker_is_killed_under_load(settings, tmp_path):
         assert router.tally.requests == {"ok": 2 * NUM_STREAMS}
 
 
-async def test_rd01_redis_is_killed_under_load_and_comes_back_empty(settings, tmp_path, redis):
+async def test_rd01_redis_is_killed_under_load_comes_back_empty_and_is_paused(settings, tmp_path, redis):
     async with fleet(settings, tmp_path, "prefill", "decode", "decode") as (streams, router, workers):
         expected = await streams.start(requests())
         running = streams.start(requests())
@@ -250,4 +250,12 @@ async def test_rd01_redis_is_killed_under_load_and_comes_back_empty(settings, tm
             while len(router.view.workers) < len(workers):
                 await asyncio.sleep(0.05)
         assert_same(await streams.start(requests()), expected)
-        assert router.tally.requests == {"ok": 4 * NUM_STREAMS}
+        running = streams.start(requests())
+        await streams.begun()
+        os.kill(redis.pid, signal.SIGSTOP)
+        try:
+            assert_same(await running, expected)
+            assert_same(await streams.start(requests()), expected)
+        finally:
+            os.kill(redis.pid, signal.SIGCONT)
+        assert router.tally.requests == {"ok": 6 * NUM_STREAMS}

@@ -6,17 +6,21 @@ The workers prefill what they decode, so that it is clear whose cache and whose 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
+import httpx2
 import pytest
 
 from headrace.directory.records import Role
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from router.app import Router
 from tests.support.fleet import BLOCK_SIZE, Gate, Worker, workers
+from tests.support.process_fleet import ProcessWorker
+from tests.support.tiny_llama import write_tiny_llama
 
 P, D = Role.PREFILL, Role.DECODE
 NUM_REQUESTS = 32
@@ -42,6 +46,11 @@ class Front:
         """Tokens of the prompt that each worker is predicted to find."""
         answer = await self.stub.Explain(inference_pb2.ExplainRequest(request=request), timeout=10)
         return {each.worker: each.cached_tokens for each in answer.plan.decode_candidates}
+
+    async def until_known(self, worker_id: str) -> None:
+        async with asyncio.timeout(REFRESH_S):
+            while worker_id not in self.router.view.workers:
+                await asyncio.sleep(0.01)
 
     async def until_reported(self, worker_id: str, num_blocks: int) -> None:
         """That it holds so many."""
@@ -110,31 +119,26 @@ def roomy(settings_with):
     return settings_with(engine={"num_blocks": 1200}, router={"assumed_ttl_s": 60.0})
 
 
-async def burst(front, roles, requests, *, leaving=()) -> dict[str, int]:
-    """Send all, and once each is placed let the workers compute: before that none has told anything. Returns how many
-    the router counted at each worker then. `leaving`: positions of clients that cancel at that moment.
+async def burst(front, fleet, clients, *, leaving=()) -> dict[str, int]:
+    """Let all come, and once each is placed let the workers compute: before that none has told anything. Returns how
+    many the router counted at each worker then. `leaving`: positions of clients that cancel at that moment.
     """
-    gates = [Gate(worker) for worker in roles]
+    gates = [Gate(worker) for worker in fleet]
     accounts = front.router.dispatcher.ledger.accounts
-    calls = [front.stub.Generate(request, timeout=60) for request in requests]
+    tasks = [asyncio.create_task(client) for client in clients]
     try:
         async with asyncio.timeout(30):
-            while sum(account.active_sequences for account in accounts.values()) < len(requests):
+            while sum(account.active_sequences for account in accounts.values()) < len(tasks):
                 await asyncio.sleep(0.005)
-        loads = {
-            worker.worker_id: accounts[worker.incarnation].num_requests
-            for worker in roles
-            if worker.incarnation in accounts
-        }
+        counts = {incarnation: account.num_requests for incarnation, account in accounts.items()}
         for position in leaving:
-            calls[position].cancel()
+            tasks[position].cancel()
     finally:
         for gate in gates:
             gate.open()
-    for position, call in enumerate(calls):
-        if position not in leaving:
-            assert len(tokens_of([message async for message in call])) == 1
-    return loads
+    await asyncio.gather(*(task for position, task in enumerate(tasks) if position not in leaving))
+    await front.until_nothing_is_charged()
+    return {worker.worker_id: counts.get(worker.incarnation, 0) for worker in fleet}
 
 
 def as_text(number: int) -> inference_pb2.GenerateRequest:
@@ -154,20 +158,32 @@ def as_chat(number: int) -> inference_pb2.GenerateRequest:
 async def test_ro01_load_is_counted_from_selection(roomy, roles, entrance):
     """A burst, of which nothing has been reported when the last one is placed. A third of the clients leave."""
     async with workers(roomy, *roles) as fleet, front_of(roomy, len(roles)) as front:
-        requests = [entrance(number) for number in range(NUM_REQUESTS)]
-        loads = await burst(front, fleet, requests, leaving=range(0, NUM_REQUESTS, 3))
-        shares = [loads.get(worker.worker_id, 0) for worker in fleet[:2]]
+        asking = [front.ask(entrance(number)) for number in range(NUM_REQUESTS)]
+        loads = await burst(front, fleet, asking, leaving=range(0, NUM_REQUESTS, 3))
+        shares = [loads[worker.worker_id] for worker in fleet[:2]]
         assert sum(shares) == NUM_REQUESTS
         assert min(shares) >= 0.4 * NUM_REQUESTS
-        await front.until_nothing_is_charged()
+
+
+async def test_ro01_load_is_counted_from_selection_over_http(roomy):
+    async with workers(roomy, D, D) as fleet, front_of(roomy, 2) as front, httpx2.AsyncClient() as client:
+
+        async def post(number: int) -> None:
+            body = {"model": "", "prompt": prompt_of(number), "max_tokens": 1}
+            answer = await client.post(f"{front.router.http_address}/v1/completions", json=body, timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] == 1
+
+        posts = [post(number) for number in range(NUM_REQUESTS)]
+        loads = await burst(front, fleet, posts, leaving=range(0, NUM_REQUESTS, 3))
+        assert min(loads.values()) >= 0.4 * NUM_REQUESTS
 
 
 async def test_ro01_a_common_block_does_not_send_everything_to_one_worker(roomy):
     common = prompt_of(7, BLOCK_SIZE)
     async with workers(roomy, D, D) as fleet, front_of(roomy, 2) as front:
         await front.ask(ids([*common, *prompt_of(1)]))
-        requests = [ids([*common, *prompt_of(20 + n)]) for n in range(NUM_REQUESTS)]
-        loads = await burst(front, fleet, requests, leaving=range(0, NUM_REQUESTS, 3))
+        asking = [front.ask(ids([*common, *prompt_of(20 + n)])) for n in range(NUM_REQUESTS)]
+        loads = await burst(front, fleet, asking, leaving=range(0, NUM_REQUESTS, 3))
         assert min(loads["decode-0"], loads["decode-1"]) >= NUM_REQUESTS / 8
 
 
@@ -193,6 +209,35 @@ async def test_ro03_chats_are_routed_by_their_prefix(roomy):
         assert max((await front.predicted(other)).values()) < predicted
 
 
+async def test_ro03_tools_are_part_of_the_prefix(settings_with, tmp_path):
+    """A prompt with other tools is another one from there on, and predicted so."""
+    folder = write_tiny_llama(tmp_path / "with_tools")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% if tools %}{{ tools | tojson }}{% endif %}" + config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    settings = settings_with(model={"ref": str(folder), "dtype": "float32"}, engine={"num_blocks": 1200})
+
+    def chat(tool: str, turn: str) -> inference_pb2.GenerateRequest:
+        request = ids([], explain=True)
+        request.chat.tools_json = json.dumps([{"type": "function", "function": {"name": tool}}])
+        request.chat.messages.add(role="system", content="You answer in one word. " * 2)
+        request.chat.messages.add(role="user", content=turn)
+        return request
+
+    async with workers(settings, D, D), front_of(settings, 2) as front:
+        await front.ask(chat("weather", "first"))
+        for turn in range(10):
+            await front.ask(ids(prompt_of(turn, 12)))  # other traffic
+            messages = await front.ask(chat("weather", f"turn {turn}"))
+            prediction = messages[0].plan.prediction
+            predicted = prediction.cached_tokens + prediction.fetched_tokens
+            assert predicted >= 4 * BLOCK_SIZE
+            assert abs(predicted - messages[-1].usage.cached_tokens) <= BLOCK_SIZE
+        before_the_name = len('[{"type": "function", "function": {"name": "')
+        other = max((await front.predicted(chat("clock", "first"))).values())
+        assert other == before_the_name // BLOCK_SIZE * BLOCK_SIZE < predicted
+
+
 async def test_ro04_a_worker_that_is_cleared(roomy):
     request = ids(prompt_of(1))
     async with workers(roomy, D) as [worker], front_of(roomy, 1) as front:
@@ -211,9 +256,7 @@ async def test_ro04_a_worker_that_is_replaced_and_one_that_is_removed(roomy):
         old = Worker(roomy, D, "other")
         await old.start()
         try:
-            async with asyncio.timeout(REFRESH_S):
-                while "other" not in front.router.view.workers:
-                    await asyncio.sleep(0.01)
+            await front.until_known("other")
             request, answer = await _first_answer_of(front, "other")
             await front.until_reported("other", CACHED // BLOCK_SIZE)
             async with front_of(roomy, 2) as second:
@@ -235,6 +278,31 @@ async def test_ro04_a_worker_that_is_replaced_and_one_that_is_removed(roomy):
             assert answer[-1].hand_off.decode_worker == "decode-0"
 
 
+async def test_ro04_a_worker_that_is_killed_and_comes_back_at_its_address(settings_with, tmp_path):
+    """Nobody takes leave: what its life before had cached is forgotten with it."""
+    settings = settings_with(kv={"transport": "nixl"}, directory={"cluster": "killed", "worker_ttl_s": 2.0})
+    worker = ProcessWorker(settings, "decode", "d", tmp_path)
+    request = ids(prompt_of(1))
+    try:
+        await worker.start()
+        async with front_of(settings, 1) as front:
+            answer = await front.ask(request)
+            await front.until_reported("d", CACHED // BLOCK_SIZE)
+            assert await front.predicted(request) == {"d": CACHED}
+            worker.kill()
+            await worker.start()
+            async with asyncio.timeout(REFRESH_S):
+                while front.router.view.workers["d"].incarnation != worker.incarnation:
+                    await asyncio.sleep(0.01)
+            assert await front.predicted(request) == {"d": 0}
+            again = await front.ask(request)
+            assert tokens_of(again) == tokens_of(answer)
+            assert again[-1].usage.cached_tokens == 0
+            await worker.assert_idle()
+    finally:
+        worker.stop()
+
+
 async def _first_answer_of(front: Front, name: str):
     """A request that this worker has answered first, and its answer."""
     for number in range(20):
@@ -243,6 +311,49 @@ async def _first_answer_of(front: Front, name: str):
         if answer[-1].hand_off.decode_worker == name:
             return request, answer
     raise AssertionError(f"{name} got none of 20 requests")
+
+
+async def test_ro06_half_a_pair(settings_with):
+    """Nobody, and a prefill worker alone: UNAVAILABLE, and nothing is begun. A decode worker alone prefills itself."""
+    settings = settings_with(directory={"cluster": "pair"}, router={"placement_timeout_s": 0.1})
+
+    async def refused(front: Front) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await front.ask(ids(prompt_of(1)))
+        assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
+        await front.until_nothing_is_charged()
+
+    async with front_of(settings, 0) as front:
+        await refused(front)
+        async with workers(settings, P) as [p]:
+            await front.until_known("prefill-0")
+            await refused(front)
+            status = await p.status()
+            assert (status.prefill_tokens, status.waiting, len(status.holds)) == (0, 0, 0)
+            async with named_worker(settings, D, "d"):
+                await front.until_known("d")
+                both = await front.ask(ids(prompt_of(1), max_tokens=8))
+                assert both[-1].hand_off.prefill_worker == "prefill-0"
+            async with asyncio.timeout(REFRESH_S):
+                while "d" in front.router.view.workers:
+                    await asyncio.sleep(0.01)
+            await refused(front)
+        async with workers(settings, D):
+            await front.until_known("decode-0")
+            alone = await front.ask(ids(prompt_of(1), max_tokens=8))
+            assert alone[-1].hand_off.prefill_worker == ""
+            assert tokens_of(alone) == tokens_of(both)
+
+
+@asynccontextmanager
+async def named_worker(settings, role, name):
+    worker = Worker(settings, role, name)
+    await worker.start()
+    try:
+        yield worker
+        await worker.assert_idle()
+    finally:
+        await worker.process.stop()
 
 
 async def test_id01_ids_are_labels(roomy):
@@ -269,8 +380,10 @@ async def test_id01_ids_are_labels(roomy):
         unnamed = [await front.ask(ids(prompts[0], max_tokens=8)) for _ in range(2)]
         assert [tokens_of(messages) for messages in unnamed] == [expected[0]] * 2
         assert len({messages[0].request_id for messages in unnamed} - {""}) == 2
-        for worker in both:  # no orphan computes
+        for worker in both:
             await worker.assert_idle()
+        drawn = sum([(await worker.status()).output_tokens for worker in both])
+        assert drawn < 50 * 400 / 4  # no orphan goes on
 
 
 async def test_gr02_what_is_larger_than_the_limit_names_it_and_the_channel_lives(settings_with):
@@ -285,6 +398,27 @@ async def test_gr02_what_is_larger_than_the_limit_names_it_and_the_channel_lives
             assert failure.value.code() == code
             assert limit in failure.value.details()
             assert len(tokens_of(await front.ask(ids(prompt_of(1))))) == 1
+
+
+async def test_gr02_a_prompt_that_becomes_larger_than_the_limit_on_its_way_harms_nobody(settings_with):
+    """It came in as text of half the size. To send it would end the worker's session, and with it all its requests."""
+    settings = settings_with(rpc={"max_message_bytes": 4096}, engine={"num_blocks": 1200})
+    async with workers(settings, D) as [worker], front_of(settings, 1) as front:
+        gate = Gate(worker)
+        other = asyncio.create_task(front.ask(ids(prompt_of(1), max_tokens=8)))
+        await gate.begun(1)
+        large = inference_pb2.GenerateRequest(text="é" * 1100)
+        try:
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await front.ask(large)
+        finally:
+            gate.open()
+        assert failure.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "4096" in failure.value.details()
+        assert await front.predicted(large) == {"decode-0": 0}  # it was not sent
+        messages = await other
+        assert len(tokens_of(messages)) == 8
+        assert front.router.tally.requests == {"INVALID_ARGUMENT": 1, "ok": 1}
 
 
 async def test_gr02_messages_to_a_worker_may_exceed_grpcs_own_limit(roomy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,12 +23,16 @@ from tests.support.audit import is_idle
 HEADRACE = Path(sys.executable).parent / "headrace"
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
+_PORTS = random.SystemRandom()
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below those that the system gives to connections, which would take it before its owner binds it."""
+    while True:
+        port = _PORTS.randrange(15_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Process:

@@ -93,8 +93,8 @@ async def web(files, *, http=None, callers=None, ready=True, **options) -> Async
     settings = HttpSettings.model_validate(http or {})
     async with front(files, **options) as behind:
         door = behind.door
-        for name, record in behind.view.workers.items():
-            behind.view.workers[name] = replace(record, num_blocks=4096)  # tools make long prompts
+        for record in list(behind.view.workers.values()):
+            behind.view.admit(replace(record, num_blocks=4096))  # tools make long prompts
         door.callers = callers or door.callers
         pages = Pages(door, behind.model, CollectorRegistry(), lambda: ready)
         app = application(pages, Generator(door, behind.model, settings.max_prompts), door, settings)

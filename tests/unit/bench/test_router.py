@@ -51,6 +51,8 @@ def test_rows_for_each_case_and_for_the_path(tmp_path):
         assert row["indexed_blocks"] == 3000 + 32
         assert 0 < row["match_us_p50"] <= row["match_us_p99"]
         assert 0 < row["decision_us_p50"] <= row["decision_us_p99"]
+        assert row["decisions_per_s"] > 0
+        assert row["hash_ms_p50"] > 0
         assert 0 < row["bytes_per_entry"] < 80
         assert row["added_latency_ms_p50"] is row["relayed_tokens_per_s"] is None
 

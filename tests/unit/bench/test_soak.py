@@ -22,8 +22,13 @@ def test_a_hundred_streams_leave_nothing(tmp_path):
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     *running, last = json.loads(path.read_text())["rows"]
-    assert max(row["figures"]["gauges"]["streams"] for row in running) == 100
-    assert set(last["figures"]["gauges"].values()) == {0}
+    gauges = [row["figures"]["gauges"] for row in running]
+    assert max(moment["streams"] for moment in gauges) == 100
+    assert max(moment["at_worker"] for moment in gauges) > 0
+    assert 100 <= max(moment["objects"] for moment in gauges) <= 5 * 150  # five of each request
+    assert last["figures"]["gauges"] == dict.fromkeys(
+        ("running", "queued", "charged", "streams", "objects", "at_worker"), 0
+    )
     assert last["answers"] >= 100
     assert last["tokens"] >= 20 * last["answers"]
     assert "streams 0" in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from headrace.clock import VirtualClock
 from headrace.config import DirectorySettings
 from headrace.directory.memory_directory import MemoryDirectory
 from headrace.directory.publisher import Publisher
-from headrace.directory.records import DirectoryEvent, EventKind, WorkerLoad
+from headrace.directory.records import DirectoryEvent, EventKind, RouterShare, WorkerLoad
 from headrace.errors import Unavailable
 from headrace.tier import Tier
 from tests.support.directory_samples import (
@@ -304,3 +305,39 @@ async def test_a_failing_record_source_is_logged(bench):
     assert logs[0]["log_level"] == "error"
     bench.record = RECORD
     await bench.publisher.stop()
+
+
+def loaded(num_pending_tokens: int) -> WorkerLoad:
+    return replace(RECORD.load, shares=(RouterShare("r", 1, 100, num_pending_tokens),))
+
+
+async def test_a_change_of_the_shares_is_an_event_and_no_reason_to_read_the_record(joined):
+    joined.record = replace(RECORD, load=loaded(70))
+    await joined.publisher.publish_pending()
+    await joined.publisher.publish_pending()
+    _, news = await joined.events()
+    assert (news.kind, news.shares) == (EventKind.CHANGED, joined.record.load.shares)
+    assert list(await joined.directory.workers()) == [joined.record]
+    joined.publisher.add(on_device(3), [])
+    await joined.publisher.publish_pending()
+    assert (await joined.events())[-1].shares is None
+
+
+async def test_what_is_in_a_hurry_does_not_wait_for_the_interval():
+    directory = MemoryDirectory(SETTINGS, VirtualClock())
+    current = RECORD
+    publisher = Publisher(directory, lambda: current, SETTINGS.model_copy(update={"publish_interval_s": 2.0}))
+    await publisher.start()
+    current = replace(RECORD, load=loaded(70))
+    publisher.hurry()
+    async with asyncio.timeout(1.0):
+        _, events = await directory.events("1", 1.0)
+    await publisher.stop()
+    assert [event.shares for event in events] == [current.load.shares]
+
+
+async def test_without_the_directory_nobody_hurries(joined):
+    joined.publisher.add(on_device(9), [])
+    await joined.cut_during_publish()
+    joined.publisher.hurry()
+    assert not joined.publisher._wake.is_set()

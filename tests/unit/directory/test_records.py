@@ -9,6 +9,7 @@ from headrace.directory.records import (
     DirectoryEvent,
     EventKind,
     Role,
+    RouterShare,
     event_from_fields,
     event_to_fields,
     record_from_json,
@@ -67,6 +68,8 @@ def test_unreadable_record_is_ignored_and_named(data, named):
     [
         DirectoryEvent("decode-0", "first", 1, {digest(1): Tier.DEVICE, digest(2): Tier.DISK}, (digest(3),)),
         DirectoryEvent("decode-0", "first", 2),
+        DirectoryEvent("decode-0", "first", 4, shares=()),
+        DirectoryEvent("decode-0", "first", 5, shares=(RouterShare("r", 1, 2, 3), RouterShare("", 4, 5, 0))),
         DirectoryEvent("decode-0", "first", 3, kind=EventKind.RELOAD),
         DirectoryEvent("décode-0", "first", 0, kind=EventKind.LEFT),
     ],
@@ -92,6 +95,7 @@ def test_reload_carries_no_hashes():
         stored_fields() | {b"s": digest(1)},
         stored_fields() | {b"s": digest(1) + b"\x09"},
         stored_fields() | {b"r": digest(1)[:-1]},
+        stored_fields() | {b"l": b"[7]"},
     ],
 )
 def test_unreadable_event_is_ignored(fields):

@@ -1,12 +1,15 @@
 """The view: one incarnation per worker id, its blocks with it, and no event applied out of order."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from headrace.clock import VirtualClock
 from headrace.directory.base import BlockSnapshot
-from headrace.directory.records import DirectoryEvent
+from headrace.directory.records import DirectoryEvent, RouterShare
 from headrace.directory.view import DirectoryView
-from tests.support.directory_samples import digests, lengths, on_device, record
+from tests.support.directory_samples import RECORD, digests, lengths, on_device, record
 
 FIRST, SECOND = record(incarnation="first"), record(incarnation="second", address="127.0.0.1:7001")
 
@@ -104,3 +107,24 @@ def test_dropping_an_earlier_incarnation_touches_nothing(view):
     view.admit(SECOND)
     view.drop("decode-0", "first")
     assert view.workers == {"decode-0": SECOND}
+
+
+def others(view):
+    return view.loads_of_others(np.array([view.index.place("decode-0")])).T.tolist()
+
+
+def test_loads_of_other_routers_are_added_up_and_ones_own_is_not_among_them(clock):
+    view = DirectoryView(clock, router_id="own")
+    shares = (RouterShare("own", 9, 999, 99), RouterShare("b", 1, 200, 30), RouterShare("", 2, 50, 0))
+    view.admit(record(load=replace(RECORD.load, shares=shares)))
+    assert others(view) == [[3, 250, 30]]
+    view.load("decode-0", "first", snapshot(10))
+    assert view.apply(replace(event(11), shares=shares[:2]))
+    assert others(view) == [[1, 200, 30]]
+    assert view.apply(event(12))  # no news of it
+    assert others(view) == [[1, 200, 30]]
+    assert not view.apply(replace(event(14), shares=()))  # one is missing: the record is read
+    assert others(view) == [[1, 200, 30]]
+    view.mark_gone("decode-0", "first")
+    view.admit(SECOND)
+    assert others(view) == [[0, 0, 0]]

@@ -247,7 +247,7 @@ async def test_sc_04_over_the_limit_it_is_refused_with_the_numbers(
     assert_well(driver)
 
 
-def test_ab_01_abort_while_queued():
+def test_ab01_abort_while_queued():
     driver = EngineDriver(N, B, max_step_tokens=C, max_sequences=2)
     for number in range(2):
         driver.submit(f"long {number}", prompt(6, seed=number), max_tokens=30)
@@ -269,7 +269,7 @@ def test_ab_01_abort_while_queued():
     assert_well(driver)
 
 
-def test_ab_02_abort_in_the_middle_of_a_chunked_prefill():
+def test_ab02_abort_in_the_middle_of_a_chunked_prefill():
     driver = EngineDriver(N * 4, B, max_step_tokens=C)
     long = driver.submit("long", prompt(40 * C))
     driver.step()
@@ -284,7 +284,7 @@ def test_ab_02_abort_in_the_middle_of_a_chunked_prefill():
     assert_well(driver)
 
 
-def test_me_01_hit_rate_under_preemption():
+def test_me01_hit_rate_under_preemption():
     driver = EngineDriver(16, B, max_step_tokens=C, max_sequences=4)
     lengths = [B + number % 7 for number in range(24)]
     for number, length in enumerate(lengths):
@@ -299,7 +299,7 @@ def test_me_01_hit_rate_under_preemption():
     assert_well(driver)
 
 
-def test_me_01_hit_rate_of_equal_prompts():
+def test_me01_hit_rate_of_equal_prompts():
     driver = EngineDriver(N, B, max_step_tokens=C)
     tokens = prompt(4 * B + 1)
     for number in range(10):

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.config import EngineSettings
 from headrace.engine.block_pool import BlockPool, BlockState, Hold
-from headrace.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKEN, Scheduler
+from headrace.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKEN, Scheduler, Share
 from headrace.engine.sequence import Event, Failed, Reserved, Sequence, Started, State
 from headrace.errors import AlreadyExists, InvalidRequest, Overloaded
 from headrace.priority import SECONDS_PER_PRIORITY
@@ -464,3 +464,19 @@ def test_generated_blocks_are_found_like_prompt_blocks():
     desk.scheduler.add(b, 0.0)
     desk.step()
     assert b.num_cached_tokens == 2 * B
+
+
+def test_the_load_is_told_apart_by_who_sent_it():
+    desk = Desk()
+    for name, num_tokens, origin in (("a", 10, "x"), ("b", 6, "y"), ("c", 5, "y")):
+        desk.add(name, num_tokens, first=100 * num_tokens).origin = origin
+    assert desk.scheduler.shares([]) == {"x": Share(1, 10, 10), "y": Share(2, 11, 11)}
+    on_its_way = make_sequence("d", range(4))
+    assert desk.scheduler.shares([on_its_way])[""] == Share(1, 4, 4)
+    assert desk.scheduler.shares(desk.scheduler.find("a"))["x"] == Share(1, 10, 10)  # it has arrived
+    desk.step()  # 8 of the first prompt
+    assert desk.scheduler.shares([])["x"] == Share(1, 10, 2)
+    desk.step()
+    assert desk.scheduler.shares([])["x"] == Share(1, 11, 0)  # it decodes
+    desk.end_all()
+    assert desk.scheduler.shares([]) == {}

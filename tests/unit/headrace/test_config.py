@@ -172,7 +172,7 @@ def test_settings_do_not_change():
     ],
 )
 def test_passwords_are_masked_in_the_description(url, shown):
-    described = load(None, [f"directory.url={url}"], {}).describe()
+    described = load(None, [], {"HEADRACE_DIRECTORY__URL": url}).describe()
     assert described["directory"]["url"] == shown
 
 

@@ -1,7 +1,7 @@
-"""A fleet of queues in virtual time, for comparing policies: real policy, ledger, cost fits, view and index; workers are
-arithmetic.
+"""A fleet of queues in virtual time, for comparing policies: real policy, ledger, cost fits, view and index; workers
+are arithmetic.
 
-    arrival ─▶ a router: snapshot ─▶ policy ─▶ P: one prompt at a time, first come first served ─▶ first token ─▶ D: decodes
+    arrival ─▶ a router: snapshot ─▶ policy ─▶ P: one prompt at a time, first come first served ─▶ token ─▶ D: decodes
                    ▲                           └ its cache: whole blocks, least recently used out                │
                    └── events, late or lost ◀── blocks and load, published at intervals ◀──┘     report ─▶ fits ◀┘
 
@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 from statistics import fmean, quantiles
 
@@ -51,7 +52,7 @@ class Events:
     """How what workers publish reaches the routers."""
 
     interval_s: float | None = 0.05  # None: never
-    delay_s: float = 0.0
+    delay_s: float = 0.003  # from the worker to a router's view
     lost: float = 0.0  # fraction
 
 
@@ -79,6 +80,7 @@ class Worker:
     context: int = 0
     changed: set[int] = field(default_factory=set)  # blocks that came or went since the last event
     sequence: int = 1
+    told: tuple[RouterShare, ...] = ()  # with the last event
     prompts: list[Prompt] = field(default_factory=list)  # that it has not finished
     decoding: Counter[str] = field(default_factory=Counter)  # sequences by router
     decoding_tokens: Counter[str] = field(default_factory=Counter)
@@ -94,7 +96,7 @@ class Worker:
         while len(self.cache) > self.num_blocks:
             self.changed.add(self.cache.popitem(last=False)[0])
 
-    def event(self, now_s: float) -> DirectoryEvent:
+    def event(self, shares: tuple[RouterShare, ...]) -> DirectoryEvent:
         self.sequence += 1
         stored = {digest(b): Tier.DEVICE for b in self.changed if b in self.cache}
         removed = tuple(digest(b) for b in self.changed if b not in self.cache)
@@ -105,7 +107,7 @@ class Worker:
             self.sequence,
             stored,
             removed,
-            shares=self.shares(now_s),
+            shares=shares,
         )
 
     def shares(self, now_s: float) -> tuple[RouterShare, ...]:
@@ -144,6 +146,7 @@ class Result:
     ttfts_s: tuple[float, ...]
     hit_rate: float  # of prompt tokens
     balance: float  # busiest prefill worker over the mean
+    costs: FleetCosts  # as the first router learned them
 
     @property
     def mean_s(self) -> float:
@@ -229,24 +232,31 @@ class Simulation:
         assert not any(router.ledger.accounts for router in self.routers)
         busy = [worker.busy_s for worker in self.prefill]
         return Result(
-            tuple(self.ttfts_s), self.num_cached / self.num_tokens, max(busy) / max(fmean(busy), 1e-9)
+            tuple(self.ttfts_s),
+            self.num_cached / self.num_tokens,
+            max(busy) / max(fmean(busy), 1e-9),
+            self.routers[0].costs,
         )
 
     def _later(self, at_s: float, life: Iterator[float]) -> None:
         heapq.heappush(self.events, (at_s, next(self.numbers), life))
 
     def _publishing(self, worker: Worker) -> Iterator[float]:
-        before: tuple[RouterShare, ...] = ()
         while self.num_left:
-            shares = worker.shares(self.clock.now())
-            if worker.changed or shares != before:
-                before = shares
-                event = worker.event(self.clock.now())
-                for router in self.routers:
-                    if self.random.random() >= self.published.lost:
-                        arrives_at = self.clock.now() + self.published.delay_s
-                        self._later(arrives_at, self._delivery(router, worker, event))
+            self._publish(worker)
             yield self.clock.now() + (self.published.interval_s or 0.0)
+
+    def _publish(self, worker: Worker) -> None:
+        """If there is anything to tell."""
+        shares = worker.shares(self.clock.now())
+        if self.published.interval_s is None or not (worker.changed or shares != worker.told):
+            return
+        worker.told = shares
+        event = worker.event(shares)
+        arrives_at = self.clock.now() + self.published.delay_s
+        for router in self.routers:
+            if self.random.random() >= self.published.lost:
+                self._later(arrives_at, self._delivery(router, worker, event))
 
     def _delivery(self, router: Router, worker: Worker, event: DirectoryEvent) -> Iterator[float]:
         if not router.view.apply(event):
@@ -295,6 +305,7 @@ class Simulation:
         end.prefill_worker = chosen.worker_id if plan.prefill else ""
         prompt = Prompt(router_id, num_tokens, num_tokens - cached, start_s, worker.free_at_s)
         worker.prompts.append(prompt)
+        self._publish(worker)  # a prompt that arrives is told at once
         yield worker.free_at_s
         worker.prompts.remove(prompt)
 
@@ -333,6 +344,7 @@ class Simulation:
         return self.random.lognormvariate(0, self.noise)
 
 
+@lru_cache(maxsize=1 << 17)
 def digest(block: int) -> bytes:
     return hashlib.md5(block.to_bytes(8, "little")).digest()
 
@@ -341,7 +353,7 @@ def digests(blocks: Iterable[int]) -> list[bytes]:
     return [digest(block) for block in blocks]
 
 
-def _record(name: str, role: Role, num_blocks: int, rate: float = 7000.0) -> WorkerRecord:
+def _record(name: str, role: Role, num_blocks: int = 1000) -> WorkerRecord:
     return WorkerRecord(
         worker_id=name,
         role=role,
@@ -357,7 +369,7 @@ def _record(name: str, role: Role, num_blocks: int, rate: float = 7000.0) -> Wor
         vocab_size=1000,
         transport="local",
         draining=False,
-        load=WorkerLoad(0, 0, 0, 0, 0, prefill_tokens_per_s=rate),
+        load=WorkerLoad(0, 0, 0, 0, 0, prefill_tokens_per_s=7000.0),
         block_bytes=BLOCK * TOKEN_BYTES,
         kind="simulated",
     )

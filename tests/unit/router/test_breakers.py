@@ -180,5 +180,5 @@ async def test_who_refuses_the_connection_or_is_not_in_the_view_is_not_well():
 
 def view_of(address: str) -> DirectoryView:
     view = DirectoryView()
-    view.workers["w"] = replace(record(worker_id="w", incarnation="i1"), address=address)
+    view.admit(replace(record(worker_id="w", incarnation="i1"), address=address))
     return view

@@ -153,3 +153,17 @@ def test_a_fleet_at_work_learns_its_costs():
         expected = TRUE.prefill.seconds(tokens, context)
         assert costs.prefill.seconds(tokens, context) == pytest.approx(expected, rel=0.1)
     assert isinstance(result.costs.transfer("p0", "d0"), TransferCost)
+
+
+def test_what_a_request_takes_grows_with_prompt_and_answer_and_answers_are_as_long_as_they_were():
+    fleet = FleetCosts()
+    costs = prior_costs(0)
+    short = fleet.request_s(1000, 1)
+    assert short == pytest.approx(costs.prefill.seconds(1000, 0) + costs.decode.sequence_s, rel=0.02)
+    assert fleet.request_s(2000, 1) > 1.9 * short
+    assert fleet.request_s(1000, 1, num_choices=3) > short
+    before = fleet.request_s(1000, 10_000)
+    for _ in range(300):
+        fleet.observe(None, None, worker_pb2.SequenceEnd(decode_tokens=1000, decode_s=101.0, mean_batch=1))
+    assert fleet.request_s(1000, 10_000) > before
+    assert fleet.least_prefill_s(1000) < fleet.request_s(1000, 1) / 5

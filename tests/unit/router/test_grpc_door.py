@@ -112,7 +112,8 @@ async def test_no_metadata_comes_before_the_outcome_so_that_a_retry_policy_holds
         ' "maxBackoff": "0.1s", "backoffMultiplier": 1, "retryableStatusCodes": ["UNAVAILABLE"]}}]}'
     )
     async with front(tiny_model_files) as f:
-        worker = f.view.workers.pop("d0")
+        worker = f.view.workers["d0"]
+        f.view.drop("d0", worker.incarnation)
         options = [("grpc.service_config", policy), ("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(f.address, options=options) as channel:
             call = inference_pb2_grpc.InferenceStub(channel).Generate(ids(1, 2))
@@ -120,7 +121,7 @@ async def test_no_metadata_comes_before_the_outcome_so_that_a_retry_policy_holds
             async with asyncio.timeout(10):
                 while not f.door.tally.requests["UNAVAILABLE"]:
                     await asyncio.sleep(0.005)
-            f.view.workers["d0"] = worker
+            f.view.admit(worker)
             asked = (await f.worker.received.get()).start
             f.worker.send(asked.request_id, [5], END, finish_reason="length")
             assert list((await reading).token_ids) == [5]
@@ -247,10 +248,11 @@ def of_prompt(first_index, *logprobs, num_top=0):
 
 async def test_prompt_logprobs_go_on_with_another_worker_and_none_comes_twice(tiny_model_files):
     async with front(tiny_model_files) as f, manual_worker(f, "d1") as other:
-        d1 = f.view.workers.pop("d1")
+        d1 = f.view.workers["d1"]
+        f.view.drop("d1", d1.incarnation)
         call = f.stub.Generate(ids(1, 2, 3, 4, 5, prompt_logprobs=0))
         first = (await f.worker.received.get()).start
-        f.view.workers["d1"] = d1
+        f.view.admit(d1)
         f.worker.send(first.request_id, prompt_logprobs=of_prompt(1, -1, -2))
         message = await call.read()
         assert [entry.logprob for entry in message.prompt_logprobs] == [-1, -2]
@@ -287,7 +289,7 @@ async def test_gr02_prompt_logprobs_over_the_limit_of_a_plain_client(tiny_model_
 async def test_a_session_goes_to_the_same_workers_where_nothing_tells_them_apart(tiny_model_files):
     async with front(tiny_model_files) as f:
         for name in ("p1", "p2", "p3"):
-            f.view.workers[name] = record(f.model.files, name, Role.PREFILL, "127.0.0.1:1")
+            f.view.admit(record(f.model.files, name, Role.PREFILL, "127.0.0.1:1"))
 
         async def workers_for(session_id):
             request = inference_pb2.GenerateRequest(text="hello", session_id=session_id)
@@ -302,7 +304,7 @@ async def test_a_session_goes_to_the_same_workers_where_nothing_tells_them_apart
 async def test_a_prompt_whose_logprobs_are_asked_for_is_not_sent_after_its_cached_blocks(tiny_model_files):
     """It is computed whole: nothing is fetched, and no hit is predicted."""
     async with front(tiny_model_files) as f:
-        f.view.workers["p1"] = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
+        f.view.admit(record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2"))
         prompt = list(range(1, 42))
         root = HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32")
         f.view.index.store("p1", dict.fromkeys(block_hashes(root, prompt), Tier.HOST))

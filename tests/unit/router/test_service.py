@@ -278,7 +278,7 @@ async def test_what_is_to_be_fetched_counts_as_predicted(tiny_model_files):
             HashRoot(f.model.files.fingerprint, f.model.files.tokenizer_fingerprint, 4, "float32"), prompt
         )
         leaving = record(f.model.files, "p1", Role.PREFILL, "127.0.0.1:2")
-        f.view.workers["p1"] = replace(leaving, draining=True, block_bytes=1024)
+        f.view.admit(replace(leaving, draining=True, block_bytes=1024))
         f.view.index.store("p1", dict.fromkeys(hashes[:5], Tier.DEVICE))
         request = ids(*prompt)
         request.explain = True
@@ -664,6 +664,64 @@ async def test_gr01_a_slow_reader_is_ended_and_loses_no_token(tiny_model_files):
         assert "client reads too slowly" in failure.value.details()
         assert received == [position % 100 for position in range(len(received))]
         assert 1000 < len(received) <= sent
+
+
+async def test_gr01_twenty_slow_readers_beside_a_fast_one(tiny_model_files):
+    """The fast one gets each token before the next step; what is kept for the slow ones is bounded until they end."""
+    async with (
+        front(tiny_model_files, max_unread_tokens=4096) as f,
+        grpc.aio.insecure_channel(f.address, options=NARROW) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        calls = [stub.Generate(ids(1, 2)) for _ in range(20)]
+        running = {(await f.worker.received.get()).start.request_id for _ in calls}
+        fast = f.stub.Generate(ids(1, 3))
+        fast_id = (await f.worker.received.get()).start.request_id
+        [session] = [task.result() for task in f.dispatcher._sessions._opening.values()]
+        step = 0
+        while running:
+            assert step < 1000
+            f.worker.step({**dict.fromkeys(running, range(500)), fast_id: [step % 100]})
+            assert list((await fast.read()).token_ids) == [step % 100]
+            step += 1
+            assert all(stream._num_unread_tokens <= 4096 + 500 for stream in session._streams.values())
+            while not f.worker.received.empty():
+                running.remove(f.worker.received.get_nowait().abort.request_id)
+        f.worker.send(fast_id, [4], END, finish_reason="length")
+        assert await read_to_the_end(fast) == ([4], grpc.StatusCode.OK)
+        for received, code in await asyncio.gather(*map(read_to_the_end, calls)):
+            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert received == [position % 500 for position in range(len(received))]
+
+
+async def test_gr01_a_reader_that_goes_on_within_the_limit_gets_every_token_once(tiny_model_files):
+    async with (
+        front(tiny_model_files, max_unread_tokens=20_000) as f,
+        grpc.aio.insecure_channel(f.address, options=NARROW) as channel,
+    ):
+        slow = inference_pb2_grpc.InferenceStub(channel).Generate(ids(1, 2))
+        asked = (await f.worker.received.get()).start
+        f.worker.send(asked.request_id, [7])
+        assert list((await slow.read()).token_ids) == [7]
+        [session] = [task.result() for task in f.dispatcher._sessions._opening.values()]
+        for _ in range(40):
+            f.worker.send(asked.request_id, range(500))
+        f.worker.send(asked.request_id, end=END, finish_reason="length")
+        await until(lambda: session._streams == {} or session._streams[asked.request_id].ended)
+        received, code = await read_to_the_end(slow)
+        assert code == grpc.StatusCode.OK
+        assert received == [*range(500)] * 40
+
+
+async def read_to_the_end(call):
+    """Token ids and status."""
+    received = []
+    try:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            received += message.token_ids
+    except grpc.aio.AioRpcError:
+        pass
+    return received, await call.code()
 
 
 def lost(worker, request_id, how):

@@ -301,9 +301,9 @@ async def test_health_model_server_and_loads(tiny_model_files):
         assert info.vocab_size == f.model.tokenizer.vocab_size
         assert set(info.eos_token_ids) == f.model.files.eos_token_ids
         load = replace(f.view.workers["d0"].load, running=3, waiting=2, free_blocks=16, cached_blocks=16)
-        f.view.workers["d0"] = replace(f.view.workers["d0"], load=load)
+        f.view.admit(replace(f.view.workers["d0"], load=load))
         stranger = record(f.model.files, "x0", Role.DECODE, "127.0.0.1:3")
-        f.view.workers["x0"] = replace(stranger, model_fingerprint="another", load=load)
+        f.view.admit(replace(stranger, model_fingerprint="another", load=load))
         loads = await f.vllm.GetLoads(vllm.GetLoadsRequest())
         assert loads.dp_rank_count == 1
         [load] = loads.loads
