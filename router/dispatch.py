@@ -18,7 +18,7 @@ from headrace.block_hash import HashRoot, block_hashes
 from headrace.clock import Deadline
 from headrace.config import RouterSettings
 from headrace.directory.view import DirectoryView
-from headrace.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerGone
+from headrace.errors import DeadlineExceeded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ from router.breakers import Breakers
 from router.costs import FleetCosts
 from router.explain import explained
 from router.fleet import Fleet
-from router.ledger import Ledger
+from router.ledger import Charge, Ledger
 from router.metrics import RouterMetrics
 from router.policy.views import (
     MAX_ALTERNATES,
@@ -124,20 +124,18 @@ class Dispatcher:
         while True:
             plan, cluster, hashes = await self._planned(run, give_up)
             worker = plan.decode
-            try:
-                session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
-                return self._started(run, plan, sources(plan, cluster), session, hashes)
-            except WorkerGone as error:
-                self._forget_assumed(plan, hashes)
-                log.warning(
-                    "decode worker unreachable",
-                    request_id=run.request.label,
-                    id=run.request.id,
-                    error=str(error),
-                )
-            except InvalidRequest:
-                self._forget_assumed(plan, hashes)
-                raise
+            with ExitStack() as resources:
+                charge = self._charged(run, plan, hashes, resources)
+                try:
+                    session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
+                    return self._started(run, plan, sources(plan, cluster), session, charge, resources)
+                except WorkerGone as error:
+                    log.warning(
+                        "decode worker unreachable",
+                        request_id=run.request.label,
+                        id=run.request.id,
+                        error=str(error),
+                    )
             if not run.deadline.remaining_s():
                 raise DeadlineExceeded(
                     "the request's deadline passed before a decode worker could be reached"
@@ -177,25 +175,28 @@ class Dispatcher:
             run.progress.explanation = explained(view, cluster, plan)
         return plan, cluster, hashes
 
+    def _charged(self, run: RequestRun, plan: Plan, hashes: Sequence[bytes], resources: ExitStack) -> Charge:
+        """From now on, not from when a connection is there: what is planned meanwhile has to see it."""
+        resources.callback(
+            lambda: None if run.progress.first_token_at else self._forget_assumed(plan, hashes)
+        )
+        return resources.enter_context(self.ledger.charged(plan, len(run.token_ids)))
+
     def _started(
         self,
         run: RequestRun,
         plan: Plan,
         holders: list[WorkerView],
         session: WorkerSession,
-        hashes: Sequence[bytes],
+        charge: Charge,
+        resources: ExitStack,
     ) -> Dispatch:
         log.debug("planned", request_id=run.request.label, decode=plan.decode.worker_id, reason=plan.reason)
         span = run.progress.span.child("dispatch", decode_worker=plan.decode.worker_id)
         start = _start_message(run, plan, holders, self._view.router_id)
         start.traceparent = span.traceparent
         stream = session.start(start)
-        resources = ExitStack()
-        charge = resources.enter_context(self.ledger.charged(plan, len(run.token_ids)))
-        resources.callback(
-            lambda: None if run.progress.first_token_at else self._forget_assumed(plan, hashes)
-        )
-        return Dispatch(plan, session, stream, charge, resources, span)
+        return Dispatch(plan, session, stream, charge, resources.pop_all(), span)
 
     def _request_view(self, request: GenerationRequest, num_tokens: int) -> RequestView:
         settings, ttft_s, itl_s = self._settings, request.ttft_target_s, request.itl_target_s
