@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import InvalidRequest
@@ -36,8 +36,11 @@ _REFUSED = (
         "documents",
         "logits_processors",
     ),
-    *("return_tokens_as_token_ids", "kv_transfer_params"),
+    *("return_tokens_as_token_ids", "kv_transfer_params", "prompt_embeds"),
+    # Other servers' names for what an answer has to look like.
+    *("structural_tag", "guided_whitespace_pattern", "regex", "ebnf", "grammar", "json_schema"),
 )
+_REFUSED_IN_CHATS = ("echo", "add_special_tokens")
 
 
 def completion_requests(
@@ -75,6 +78,7 @@ def chat_request(
     body: ChatCompletionBody, request_id: str, marker_ids: Sequence[int]
 ) -> inference_pb2.GenerateRequest:
     """`marker_ids`: control tokens that begin tool calls. Raises InvalidRequest."""
+    _refuse(body.model_extra, _REFUSED_IN_CHATS)
     message = _base(body)
     message.request_id = request_id
     message.chat.CopyFrom(chat_message(body, with_tools=body.tool_choice != "none"))
@@ -109,10 +113,7 @@ def chat_message(body: ChatBody, *, with_tools: bool = True) -> inference_pb2.Ch
 
 
 def _base(body: GenerationBody) -> inference_pb2.GenerateRequest:
-    for name in _REFUSED:
-        value = (body.model_extra or {}).get(name)
-        if is_given(value):
-            raise InvalidRequest(name, value, "is not supported")
+    _refuse(body.model_extra, _REFUSED)
     if (body.model_extra or {}).get("skip_special_tokens") is False:
         raise InvalidRequest("skip_special_tokens", "false", "is not supported")
     best_of, n = (body.model_extra or {}).get("best_of"), 1 if body.n is None else body.n
@@ -140,6 +141,12 @@ def _base(body: GenerationBody) -> inference_pb2.GenerateRequest:
     return message
 
 
+def _refuse(extra: Mapping[str, Any] | None, names: Iterable[str], where: str = "") -> None:
+    for name in names:
+        if is_given(value := (extra or {}).get(name)):
+            raise InvalidRequest(where + name, value, "is not supported")
+
+
 def _token_id(key: str) -> int:
     try:
         token_id = int(key)
@@ -153,6 +160,7 @@ def _token_id(key: str) -> int:
 def _set_grammar(body: GenerationBody, sampling: inference_pb2.SamplingParams) -> None:
     """From whichever of the three places asks for one. Raises InvalidRequest for two."""
     outputs, answer = body.structured_outputs or StructuredOutputs(), body.response_format
+    _refuse(outputs.model_extra, outputs.model_extra or (), "structured_outputs.")
     asked: list[tuple[str, str, Any]] = [
         ("guided_json", "json_schema", body.guided_json),
         ("guided_regex", "regex", body.guided_regex),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
@@ -26,6 +27,10 @@ from router.http.convert import chat_message
 from router.http.generate import Generator
 from router.http.replies import token_text
 from router.requests import ServedModel
+
+_CHAT = re.compile(
+    rb'"messages"\s*:'
+)  # a name: within a text its quotes are escaped, as a value it has no colon
 
 
 class Pages:
@@ -53,7 +58,7 @@ class Pages:
 
     async def tokenize(self, call: Call) -> None:
         """Of a prompt, or of a chat."""
-        if b'"messages"' in call.body:
+        if _CHAT.search(call.body):
             chat = await call.parsed(TokenizeChatBody)
             message = inference_pb2.TokenizeRequest(model=chat.model or "", chat=chat_message(chat))
             with_texts = chat.return_token_strs

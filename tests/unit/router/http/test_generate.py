@@ -13,6 +13,7 @@ from tests.support.tiny_llama import SPECIAL, write_tiny_llama
 from tests.support.web import END, events, text_of, web
 
 CHAT = [{"role": "user", "content": "hi"}]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 TEXT = "naïve 🙂 삼겹살 end"
 
 
@@ -371,6 +372,49 @@ async def test_unknown_fields_are_ignored_and_unsupported_ones_are_not(tiny_mode
             response = await w.post("/v1/completions", prompt="x", **{name: value})
             assert response.status_code == 400, name
             assert response.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structural_tag": "{}"},
+        {"structured_outputs": {"structural_tag": "{}"}},
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        {"guided_whitespace_pattern": " "},
+        {"regex": "a+"},
+        {"ebnf": 'root ::= "a"'},
+        {"grammar": 'root ::= "a"'},
+        {"json_schema": {"type": "object"}},
+        {"prompt_embeds": "AAAA"},
+        {"echo": True},
+        {"add_special_tokens": True},
+    ],
+)
+async def test_so01_what_would_change_an_answer_is_not_ignored(tiny_model_files, fields):
+    """An answer without the form that was asked for is no success."""
+    async with web(tiny_model_files) as w:
+        for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHATS, {"messages": CHAT})):
+            if path == COMPLETIONS and ("echo" in fields or "add_special_tokens" in fields):
+                continue
+            response = await w.post(path, **body, **fields)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            name = next(iter(fields))
+            # HTTP's name for whatever is wrong with a grammar.
+            assert error["param"].split(".")[0] == ("response_format" if name == "grammar" else name)
+            assert "is not supported" in error["message"]
+        nothing = {"structural_tag": None, "structured_outputs": {"structural_tag": None, "json": None}}
+        response, asked = await asyncio.gather(w.post(COMPLETIONS, prompt="x", **nothing), w.answer("a"))
+        assert response.status_code == 200
+        assert not asked.sampling.HasField("grammar")
+
+
+async def test_a_prompt_or_model_by_the_name_of_a_field(tiny_model_files):
+    async with web(tiny_model_files) as w:
+        for prompt in ("messages", '{"messages": []}', 'x", "messages": "'):
+            response = await w.post("/tokenize", prompt=prompt)
+            assert response.json()["tokens"] == w.tokens(prompt)
+        assert (await w.post("/tokenize", prompt="x", model="messages")).status_code == 404
 
 
 async def test_md03_bos_exactly_once(tmp_path):
