@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.json_format import MessageToDict
 
+from headrace.errors import RequestCancelled
 from headrace.rpc.v1 import inference_pb2
 from headrace.tokenizer import Tokenizer
 from router.account import hand_off, timings
@@ -151,9 +152,9 @@ class _Answer:
             return {"choices": entries}
         if isinstance(self.body, ChatCompletionBody):
             return {"choices": entries, "prompt_logprobs": self.scored[0].json()}
-        per_prompt = len(entries) // len(self.scored)
+        per_prompt, of_prompts = len(entries) // len(self.scored), [scored.json() for scored in self.scored]
         for number, entry in enumerate(entries):
-            entry["prompt_logprobs"] = self.scored[number // per_prompt].json()
+            entry["prompt_logprobs"] = of_prompts[number // per_prompt]
         return {"choices": entries}
 
     def _count(self, usage: Usage, generation: Generation, update: Update) -> None:
@@ -169,7 +170,9 @@ class _Answer:
 async def _run(
     generations: Sequence[Generation], on_update: Callable[[int, Update], Awaitable[None]]
 ) -> None:
-    """All side by side. The first that fails ends the others, and its error is raised."""
+    """All side by side. The first that fails ends the others, and its error is raised. Raises RequestCancelled where
+    one was cut off, as its client does not read: the answer is not whole.
+    """
 
     async def one(number: int) -> None:
         async with aclosing(generations[number].updates()) as updates:
@@ -181,10 +184,11 @@ async def _run(
         return
     try:
         async with asyncio.TaskGroup() as group:
-            for number in range(len(generations)):
-                group.create_task(one(number))
+            tasks = [group.create_task(one(number)) for number in range(len(generations))]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    if any(task.cancelled() for task in tasks):  # a group takes that for an end like any other
+        raise RequestCancelled("the client does not read")
 
 
 def _as_json(message: inference_pb2.Timings | inference_pb2.HandOff) -> Json:

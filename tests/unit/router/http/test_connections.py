@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace.config import HttpSettings
-from headrace.errors import Unavailable
+from headrace.errors import RequestCancelled, Unavailable
+from router.http.generate import _run
 from router.http.server import HttpServer
 from tests.support.web import END, web
 from tests.unit.router.test_service import until
@@ -221,6 +222,30 @@ async def test_one_prompt_of_a_list_that_fails_ends_the_others(tiny_model_files,
             while (message := await w.worker.received.get()).abort.request_id != other.request_id:
                 pass
         assert message.HasField("abort")
+
+
+class Answering:
+    """One prompt's generation; `cut_off`: as `AnswerStream.give_up` does it to one that hangs in a write."""
+
+    def __init__(self, *, cut_off):
+        self.cut_off = cut_off
+
+    async def updates(self):
+        if self.cut_off:
+            asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+        yield "news"
+
+
+async def test_a_list_of_which_one_answer_was_cut_off_is_not_whole():
+    found = []
+
+    async def on_update(number, update):
+        found.append((number, update))
+
+    with pytest.raises(RequestCancelled):
+        await _run([Answering(cut_off=False), Answering(cut_off=True)], on_update)
+    assert found == [(0, "news")]
 
 
 async def test_a_client_that_leaves_a_list_stops_all_of_it(tiny_model_files):
