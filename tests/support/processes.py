@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,15 +39,24 @@ def free_port() -> int:
 class Process:
     """`headrace …` with its output in a file. `address` is of its gRPC server, where it has one."""
 
-    def __init__(self, arguments: list[str], folder: Path, name: str) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        folder: Path,
+        name: str,
+        *,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """`prefix`: what runs it, on another host whose address is `host`."""
         self.name = name
         self.log = folder / f"{name}.log"
         self.port = free_port()
-        self.address = f"127.0.0.1:{self.port}"
+        self.address = f"{host}:{self.port}"
         ports = ("--set", f"rpc.port={self.port}", "--set", f"http.port={free_port()}")
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
-                [str(HEADRACE), *arguments, *ports],
+                [*prefix, str(HEADRACE), *arguments, *ports],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -71,10 +81,20 @@ class Process:
     def send(self, signum: signal.Signals) -> None:
         os.killpg(self.popen.pid, signum)
 
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
+        self.popen.wait(STOP_TIMEOUT_S)
+
+    def terminate(self) -> None:
+        """SIGTERM to the group: what runs the process may not hand it on."""
+        if self.popen.poll() is None:
+            self.send(signal.SIGTERM)
+
     def stop(self) -> int:
         """SIGTERM, and SIGKILL if that takes too long. Returns the exit status."""
+        self.terminate()
         if self.popen.poll() is None:
-            self.popen.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.popen.wait(STOP_TIMEOUT_S)
         with suppress(ProcessLookupError):
