@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cluster.redis_server import find_binary
-from tests.support.processes import Process, eventually, free_port
+from tests.support.processes import eventually, free_port
 
 _COMMAND_TIMEOUT_S = 20.0
 _WITH_US = ("setpriv", "--pdeathsig", "KILL")  # ends when we do, even if we are killed
@@ -47,7 +47,6 @@ class Node:
         self._bridge = bridge
         self._port = f"{name}p"  # the bridge's end of the link
         self._inside = ("ip", "netns", "exec", name)
-        self.processes: list[Process] = []
 
     @property
     def prefix(self) -> list[str]:
@@ -67,8 +66,6 @@ class Node:
         run("ip", "-n", self.name, "route", "add", "default", "via", self._gateway)
 
     def tear_down(self) -> None:
-        for process in self.processes:
-            process.kill()
         for command in (("link", "del", self._port), ("netns", "del", self.name)):
             subprocess.run(["ip", *command], check=False, capture_output=True, timeout=_COMMAND_TIMEOUT_S)
 

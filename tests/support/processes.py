@@ -47,11 +47,12 @@ class Process:
         *,
         host: str = "127.0.0.1",
         prefix: Sequence[str] = (),
+        port: int | None = None,
     ) -> None:
-        """`prefix`: what runs it, on another host whose address is `host`."""
+        """`prefix`: what runs it, on another host whose address is `host`. `port`: None for any free one."""
         self.name = name
         self.log = folder / f"{name}.log"
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.address = f"{host}:{self.port}"
         ports = ("--set", f"rpc.port={self.port}", "--set", f"http.port={free_port()}")
         with self.log.open("ab") as log:

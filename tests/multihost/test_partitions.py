@@ -1,0 +1,58 @@
+"""Hosts that do not reach each other, while both reach the router and Redis; and a host that reaches only the other."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.support.hosts import Answered
+from tests.support.nodes import Node
+from tests.support.processes import eventually
+
+NUM_ANSWERS = 15
+
+
+def both_ways(a: Node, b: Node) -> None:
+    a.drop_from(b.address)
+    b.drop_from(a.address)
+
+
+def from_owner_to_reader(a: Node, b: Node) -> None:
+    b.drop_from(a.address)
+
+
+def from_reader_to_owner(a: Node, b: Node) -> None:
+    a.drop_from(b.address)
+
+
+@pytest.mark.parametrize("cut", [both_ways, from_owner_to_reader, from_reader_to_owner])
+def test_a_partition_between_workers_costs_no_answer(fleet, cut):
+    with fleet.clients() as clients:
+        eventually(lambda: len(clients.handed_off(since=0)) >= NUM_ANSWERS, "hand-offs before")
+        cut_at = time.monotonic()
+        cut(fleet.a, fleet.b)
+        eventually(lambda: len(clients.since(cut_at)) >= NUM_ANSWERS, "answers during the partition")
+        healed_at = time.monotonic()
+        for node in (fleet.a, fleet.b):
+            node.heal()
+        ended = fleet.ensure_running()
+        eventually(lambda: clients.handed_off(since=healed_at), "hand-offs after it")
+    answers = clients.stop()
+    print(f"\n{cut.__name__}: {figures(answers, cut_at, healed_at)}, ended: {ended}")
+    fleet.assert_right(answers)
+    fleet.assert_idle()
+
+
+def figures(answers: list[Answered], cut_at: float, healed_at: float) -> str:
+    during = [a for a in answers if a.ended_at > cut_at and a.began_at < healed_at]
+    local = [a for a in during if not a.prefill_worker and a.error is None]
+    again = [a for a in answers if a.began_at >= healed_at and a.prefill_worker]
+    slow = sum(a.ended_at - a.began_at > 1 for a in during)
+    return (
+        f"{len(answers)} answers, {sum(a.error is not None for a in answers)} errors;"
+        f" {len(during)} during {healed_at - cut_at:.1f} s of partition, {len(local)} of them prefilled locally,"
+        f" the first {min((a.ended_at for a in local), default=cut_at) - cut_at:.1f} s after the cut;"
+        f" {slow} took over 1 s, the longest {max(a.ended_at - a.began_at for a in during):.1f} s;"
+        f" handed off again {min(a.ended_at for a in again) - healed_at:.1f} s after the heal"
+    )
