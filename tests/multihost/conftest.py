@@ -11,14 +11,14 @@ from headrace.engine.sequence import NewToken
 from tests.support.engine_driver import make_sequence
 from tests.support.engines import engine_for
 from tests.support.hosts import BLOCK_SIZE, Fleet, Hosts, Reference
-from tests.support.nodes import network
+from tests.support.nodes import network, redis_at
 
 
 @pytest.fixture(scope="session")
 def shared_fleet(tiny_model_files, reference, tmp_path_factory) -> Iterator[Fleet]:
-    with network() as net:
+    with network() as net, redis_at(net.address) as url:
         a, b = net.add_node(), net.add_node()
-        hosts = Hosts(net, tmp_path_factory.mktemp("hosts"), tiny_model_files)
+        hosts = Hosts(net, tmp_path_factory.mktemp("hosts"), tiny_model_files, url)
         try:
             yield Fleet(hosts, a, b, reference)
         finally:

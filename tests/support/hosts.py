@@ -35,6 +35,7 @@ class Hosts:
     net: Network
     folder: Path
     files: ModelFiles
+    redis_url: str
     cluster: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:8]}")
     processes: dict[str, Process] = field(default_factory=dict)
 
@@ -55,7 +56,7 @@ class Hosts:
         return [
             f"model.ref={self.files.path}",
             "model.dtype=float32",
-            f"directory.url={self.net.redis_url}",
+            f"directory.url={self.redis_url}",
             f"directory.cluster={self.cluster}",
             "directory.worker_ttl_s=3",
             f"engine.block_size_tokens={BLOCK_SIZE}",

@@ -112,11 +112,10 @@ class Node:
 class Network:
     """The bridge and what is on it. `address` is of the host that router, Redis and client run on."""
 
-    def __init__(self, number: int, url: str) -> None:
+    def __init__(self, number: int) -> None:
         self.name = f"hr{number}"
         self.subnet = f"198.18.{number}"
         self.address = f"{self.subnet}.1"
-        self.redis_url = url
         self.nodes: list[Node] = []
 
     def add_node(self) -> Node:
@@ -129,21 +128,20 @@ class Network:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """A bridge with Redis behind it. Skips where the machine does not allow that."""
+    """A bridge without nodes. Skips where the machine does not allow that."""
     _skip_if_not_allowed()
     with ExitStack() as stack:
         number = _claim_subnet()
         stack.callback(_quietly, "ip", "link", "del", f"hr{number}")
         run("ip", "addr", "add", f"198.18.{number}.1/24", "dev", f"hr{number}")
         run("ip", "link", "set", f"hr{number}", "up")
-        url = stack.enter_context(_redis(f"198.18.{number}.1"))
-        net = Network(number, url)
+        net = Network(number)
         stack.callback(lambda: [node.tear_down() for node in net.nodes])
         yield net
 
 
 @contextmanager
-def _redis(host: str) -> Iterator[str]:
+def redis_at(host: str) -> Iterator[str]:
     """One that other hosts reach; that of local clusters is for loopback only. Gives its URL."""
     port = free_port()
     options = {"port": port, "bind": host, "protected-mode": "no", "save": "", "appendonly": "no"}
