@@ -72,6 +72,7 @@ class Dispatcher:
         self._metrics = metrics or RouterMetrics()
         self._view = view
         self._sessions = sessions
+        sessions.on_link = self.costs.observe_link
         self._breakers = breakers
         self._policy = policy
         self._model = model

@@ -112,11 +112,15 @@ def eventually(condition, what: str, timeout_s: float = START_TIMEOUT_S) -> None
         time.sleep(0.05)
 
 
-def ask(address: str, prompt, *, timeout_s: float = 60, **sampling) -> list[inference_pb2.GenerateResponse]:
+def ask(
+    address: str, prompt, *, timeout_s: float = 60, explain: bool = False, **sampling
+) -> list[inference_pb2.GenerateResponse]:
     """All messages of one answer, greedy unless told otherwise. `prompt` is a text or a list of token ids."""
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        return list(stub.Generate(request(prompt, **sampling), timeout=timeout_s))
+        message = request(prompt, **sampling)
+        message.explain = explain
+        return list(stub.Generate(message, timeout=timeout_s))
 
 
 def request(prompt, **sampling) -> inference_pb2.GenerateRequest:
