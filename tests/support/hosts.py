@@ -37,16 +37,19 @@ class Hosts:
     files: ModelFiles
     redis_url: str
     cluster: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:8]}")
-    processes: dict[str, Process] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)  # the last of each name
+    _before: list[Process] = field(default_factory=list)
 
-    def start(self, kind: str, node: Node | None = None, *settings: str, name: str = "") -> Process:
+    def start(self, kind: str, node: Node | None = None, *, name: str = "") -> Process:
         """On `node`, or beside Redis. Told what a person would tell: listen everywhere, here is Redis."""
         name = name or kind
-        options = [option for pair in (*self._settings(), *settings) for option in ("--set", pair)]
+        options = [option for pair in self._settings() for option in ("--set", pair)]
         if kind != "router":
             options += ["--id", name]
         host, prefix = (node.address, node.prefix) if node else (self.net.address, ())
         known = self.processes.get(name)
+        if known is not None:
+            self._before.append(known)
         port = known.port if known else None
         process = Process([kind, *options], self.folder, name, host=host, prefix=prefix, port=port)
         self.processes[name] = process
@@ -74,7 +77,7 @@ class Hosts:
         ]
 
     def stop(self) -> None:
-        for process in self.processes.values():
+        for process in (*self.processes.values(), *self._before):
             process.kill()
 
 
