@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.hosts import Answered
+from tests.support.hosts import figures
 from tests.support.nodes import Node
 from tests.support.processes import eventually
 
@@ -42,17 +42,3 @@ def test_a_partition_between_workers_costs_no_answer(fleet, cut):
     print(f"\n{cut.__name__}: {figures(answers, cut_at, healed_at)}, ended: {ended}")
     fleet.assert_right(answers)
     fleet.assert_idle()
-
-
-def figures(answers: list[Answered], cut_at: float, healed_at: float) -> str:
-    during = [a for a in answers if a.ended_at > cut_at and a.began_at < healed_at]
-    local = [a for a in during if not a.prefill_worker and a.error is None]
-    again = [a for a in answers if a.began_at >= healed_at and a.prefill_worker]
-    slow = sum(a.ended_at - a.began_at > 1 for a in during)
-    return (
-        f"{len(answers)} answers, {sum(a.error is not None for a in answers)} errors;"
-        f" {len(during)} during {healed_at - cut_at:.1f} s of partition, {len(local)} of them prefilled locally,"
-        f" the first {min((a.ended_at for a in local), default=cut_at) - cut_at:.1f} s after the cut;"
-        f" {slow} took over 1 s, the longest {max(a.ended_at - a.began_at for a in during):.1f} s;"
-        f" handed off again {min(a.ended_at for a in again) - healed_at:.1f} s after the heal"
-    )

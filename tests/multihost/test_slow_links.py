@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from random import Random
+from urllib.parse import urlsplit
 
-from tests.support.hosts import asked, random_prompt
-from tests.support.processes import eventually
+import pytest
+
+from tests.support.delay_proxy import delayed
+from tests.support.hosts import Clients, Hosts, asked, random_prompt
+from tests.support.processes import assert_idle, eventually, free_port
+
+DELAY_S = 0.05
 
 
 def test_prompts_stay_local_while_the_link_is_slow_and_no_longer(fleet):
@@ -34,3 +41,44 @@ def test_prompts_stay_local_while_the_link_is_slow_and_no_longer(fleet):
     )
     fleet.assert_right(answers)
     fleet.assert_idle()
+
+
+@pytest.fixture
+def far_apart(shared_fleet, tmp_path):
+    """A fleet of its own, in which each message takes 50 ms between its processes, and to Redis. Blocks do not."""
+    near, net = shared_fleet.hosts, shared_fleet.hosts.net
+    redis, proxy_port = urlsplit(near.redis_url), free_port()
+    with ExitStack() as stack:
+        stack.enter_context(delayed((net.address, proxy_port), (redis.hostname, redis.port), DELAY_S))
+        hosts = Hosts(net, tmp_path, near.files, f"redis://{net.address}:{proxy_port}/0")
+        stack.callback(hosts.stop)
+        for kind, node in (("prefill", shared_fleet.a), ("decode", shared_fleet.b)):
+            worker = hosts.start(kind, node, f"rpc.advertise_host={net.address}")
+            stack.enter_context(delayed((net.address, worker.port), (node.address, worker.port), DELAY_S))
+        hosts.start("router")
+        for process in hosts.processes.values():
+            process.wait_until_serving()
+        yield hosts
+
+
+def test_everything_works_over_ways_of_50_ms(far_apart, reference):
+    router, prefill, decode = (far_apart.processes[kind] for kind in ("router", "prefill", "decode"))
+    random = Random(9)
+    eventually(lambda: asked(router.address, random_prompt(random), 1).prefill_worker, "a hand-off")
+    clients = Clients(router.address, num_clients=4, seed=10, num_tokens=100)
+    clients.start()
+    try:
+        eventually(lambda: len(clients.since(0)) >= 20, "answers")
+    finally:
+        answers = clients.stop()
+    assert [a.error for a in answers if a.error is not None] == []
+    assert any(a.prefill_worker for a in answers)
+    assert all([t for m in a.messages for t in m.token_ids] == reference(a.prompt, 100) for a in answers)
+    assert (
+        min(a.messages[-1].timings.time_to_first_token_s for a in answers) > 4 * DELAY_S
+    )  # two hops, there and back
+    for process in (router, prefill, decode):
+        log = process.log.read_text()
+        for trouble in ("lost", "failed", "unreachable", "set aside", "not connected"):
+            assert trouble not in log, [line for line in log.splitlines() if trouble in line]
+    assert_idle(prefill.address, decode.address)

@@ -23,6 +23,7 @@ from tests.support.processes import Process, ask, assert_idle, eventually, token
 
 NUM_TOKENS = 20
 REQUEST_TIMEOUT_S = 30.0
+PAUSE_S = 0.1  # of a client, so that processes that start meanwhile get some time of the cores
 BLOCK_SIZE = 16
 
 Reference = Callable[[list[int], int], list[int]]
@@ -40,10 +41,10 @@ class Hosts:
     processes: dict[str, Process] = field(default_factory=dict)  # the last of each name
     _before: list[Process] = field(default_factory=list)
 
-    def start(self, kind: str, node: Node | None = None, *, name: str = "") -> Process:
+    def start(self, kind: str, node: Node | None = None, *settings: str, name: str = "") -> Process:
         """On `node`, or beside Redis. Told what a person would tell: listen everywhere, here is Redis."""
         name = name or kind
-        options = [option for pair in self._settings() for option in ("--set", pair)]
+        options = [option for pair in (*self._settings(), *settings) for option in ("--set", pair)]
         if kind != "router":
             options += ["--id", name]
         host, prefix = (node.address, node.prefix) if node else (self.net.address, ())
@@ -84,6 +85,7 @@ class Hosts:
 @dataclass(frozen=True)
 class Answered:
     prompt: list[int]
+    num_tokens: int
     messages: list[inference_pb2.GenerateResponse]
     error: grpc.RpcError | None
     began_at: float
@@ -97,9 +99,10 @@ class Answered:
 class Clients:
     """Ask one prompt after the other, each a different one, until told to stop."""
 
-    def __init__(self, address: str, num_clients: int, seed: int) -> None:
+    def __init__(self, address: str, num_clients: int, seed: int, num_tokens: int) -> None:
         self.answers: list[Answered] = []
         self._address = address
+        self._num_tokens = num_tokens
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(Random(seed * 1000 + number),))
@@ -125,22 +128,36 @@ class Clients:
         return [answer for answer in self.since(since) if answer.prefill_worker]
 
     def _run(self, random: Random) -> None:
-        while not self._stopping.is_set():
-            self.answers.append(asked(self._address, random_prompt(random)))
+        while not self._stopping.wait(PAUSE_S):
+            self.answers.append(asked(self._address, random_prompt(random), self._num_tokens))
 
 
 def random_prompt(random: Random, num_tokens: int = 300) -> list[int]:
     return [random.randrange(3, 200) for _ in range(num_tokens)]
 
 
-def asked(address: str, prompt: list[int], **options) -> Answered:
+def asked(address: str, prompt: list[int], num_tokens: int = NUM_TOKENS, **options) -> Answered:
     began_at = time.monotonic()
     messages, error = [], None
     try:
-        messages = ask(address, prompt, timeout_s=REQUEST_TIMEOUT_S, **{"max_tokens": NUM_TOKENS, **options})
+        messages = ask(address, prompt, timeout_s=REQUEST_TIMEOUT_S, max_tokens=num_tokens, **options)
     except grpc.RpcError as raised:
         error = raised
-    return Answered(prompt, messages, error, began_at, time.monotonic())
+    return Answered(prompt, num_tokens, messages, error, began_at, time.monotonic())
+
+
+def figures(answers: list[Answered], cut_at: float, healed_at: float) -> str:
+    """What clients saw of a trouble, in words."""
+    during = [a for a in answers if a.ended_at > cut_at and a.began_at < healed_at]
+    local = [a.ended_at - cut_at for a in during if not a.prefill_worker and a.error is None]
+    again = [a.ended_at - healed_at for a in answers if a.began_at >= healed_at and a.prefill_worker]
+    seconds = [a.ended_at - a.began_at for a in during]
+    return (
+        f"{len(answers)} answers, {sum(a.error is not None for a in answers)} errors;"
+        f" {len(during)} during the {healed_at - cut_at:.1f} s, {len(local)} of them prefilled where they were decoded"
+        f" (the first after {min(local, default=0):.1f} s); {sum(s > 1 for s in seconds)} took over 1 s,"
+        f" the longest {max(seconds):.1f} s; handed off again {min(again, default=0):.1f} s after its end"
+    )
 
 
 @dataclass
@@ -178,7 +195,7 @@ class Fleet:
     def wait_for_hand_off(self, timeout_s: float = 60.0) -> None:
         numbers = Random(os.urandom(8))
         eventually(
-            lambda: asked(self.router.address, random_prompt(numbers), max_tokens=1).prefill_worker,
+            lambda: asked(self.router.address, random_prompt(numbers), 1).prefill_worker,
             "a hand-off",
             timeout_s,
         )
@@ -187,14 +204,14 @@ class Fleet:
         """Every one came to its end, with the tokens of one engine alone."""
         assert [answer.error for answer in answers if answer.error is not None] == []
         for answer in answers:
-            assert tokens(answer.messages) == self.reference(answer.prompt, NUM_TOKENS)
+            assert tokens(answer.messages) == self.reference(answer.prompt, answer.num_tokens)
 
     def assert_idle(self) -> None:
         assert_idle(self.prefill.address, self.decode.address)
 
     @contextmanager
-    def clients(self, num_clients: int = 2, seed: int = 1) -> Iterator[Clients]:
-        clients = Clients(self.router.address, num_clients, seed)
+    def clients(self, num_clients: int = 2, seed: int = 1, num_tokens: int = NUM_TOKENS) -> Iterator[Clients]:
+        clients = Clients(self.router.address, num_clients, seed, num_tokens)
         clients.start()
         try:
             yield clients
