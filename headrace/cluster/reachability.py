@@ -1,12 +1,10 @@
-"""The address that others reach this process by, and the network device behind it, where no setting names them."""
+"""The address that others reach this process by, where no setting names it."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 from urllib.parse import urlsplit
-
-import psutil
 
 from headrace.config import Settings
 from headrace.errors import InvalidRequest, Unavailable
@@ -25,18 +23,6 @@ def with_advertised_host(settings: Settings) -> Settings:
         return settings
     found = _own_address_towards(settings.directory.url)
     return settings.model_copy(update={"rpc": rpc.model_copy(update={"advertise_host": found})})
-
-
-def network_device(address: str) -> str:
-    """The device that has this address, a name or a number. Empty for loopback, and where none has it."""
-    try:
-        numbers = {info[4][0] for info in socket.getaddrinfo(address.strip("[]"), None)}
-    except OSError:
-        return ""
-    for device, addresses in psutil.net_if_addrs().items():
-        if any(each.address in numbers and not _is_loopback(each.address) for each in addresses):
-            return device
-    return ""
 
 
 def _own_address_towards(url: str) -> str:
@@ -64,10 +50,3 @@ def _is_everywhere(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return False
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:  # of another family, such as a MAC address
-        return True

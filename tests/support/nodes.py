@@ -64,6 +64,16 @@ class Node:
         for device in ("lo", self.device):
             run("ip", "-n", self.name, "link", "set", device, "up")
         run("ip", "-n", self.name, "route", "add", "default", "via", self._gateway)
+        self._add_bridge_of_its_own()
+
+    def _add_bridge_of_its_own(self) -> None:
+        """As a container engine makes it: on each host the same address, which leads nowhere."""
+        self.inside("ip", "link", "add", "docker0", "type", "bridge")
+        self.inside("ip", "addr", "add", "172.17.0.1/16", "dev", "docker0")
+        self.inside("ip", "link", "add", "veth0", "type", "veth", "peer", "name", "veth1")
+        self.inside("ip", "link", "set", "veth0", "master", "docker0", "up")
+        for device in ("veth1", "docker0"):
+            self.inside("ip", "link", "set", device, "up")
 
     def tear_down(self) -> None:
         for command in (("link", "del", self._port), ("netns", "del", self.name)):
