@@ -271,8 +271,7 @@ class TransferThread:
     def _poll(self) -> bool:
         """Look after all READs and let peers read from us. Returns whether a READ ended."""
         # A reader may be at it whom we do not read from, or gave up reading from.
-        if self._peers or time.monotonic() < self._serves_until:
-            self._transport.progress()
+        self._transport.progress()
         ended = [running for running in self._running if self._is_over(running)]
         for running in ended:
             self._running.remove(running)

@@ -6,6 +6,7 @@ import time
 from random import Random
 
 import grpc
+import pytest
 
 from tests.support.hosts import asked, random_prompt
 from tests.support.processes import eventually, worker_status
@@ -67,6 +68,7 @@ def test_the_only_decode_worker_is_missed_with_a_clear_error_and_comes_back(flee
     fleet.assert_idle()
 
 
+@pytest.mark.nightly
 def test_a_worker_that_was_replaced_meanwhile_does_not_take_its_name_back(fleet):
     """Two processes of one name: the one that was cut off, and the one that a supervisor has put into its place."""
     net, old = fleet.hosts.net, fleet.prefill

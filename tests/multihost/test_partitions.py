@@ -26,7 +26,10 @@ def from_reader_to_owner(a: Node, b: Node) -> None:
     a.drop_from(b.address)
 
 
-@pytest.mark.parametrize("cut", [both_ways, from_owner_to_reader, from_reader_to_owner])
+@pytest.mark.parametrize(
+    "cut",
+    [both_ways, from_owner_to_reader, pytest.param(from_reader_to_owner, marks=pytest.mark.nightly)],
+)
 def test_a_partition_between_workers_costs_no_answer(fleet, cut):
     with fleet.clients() as clients:
         eventually(lambda: len(clients.handed_off(since=0)) >= NUM_ANSWERS, "hand-offs before")
