@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.delay_proxy import delayed
 from tests.support.hosts import Clients, Hosts, asked, random_prompt
-from tests.support.processes import assert_idle, eventually, free_port
+from tests.support.processes import assert_idle, eventually, free_port, tokens
 
 DELAY_S = 0.05
 
@@ -72,11 +72,10 @@ def test_everything_works_over_ways_of_50_ms(far_apart, reference):
     finally:
         answers = clients.stop()
     assert [a.error for a in answers if a.error is not None] == []
-    assert any(a.prefill_worker for a in answers)
-    assert all([t for m in a.messages for t in m.token_ids] == reference(a.prompt, 100) for a in answers)
-    assert (
-        min(a.messages[-1].timings.time_to_first_token_s for a in answers) > 4 * DELAY_S
-    )  # two hops, there and back
+    for answer in answers:
+        assert tokens(answer.messages) == reference(answer.prompt, answer.num_tokens)
+    handed_off = [a.messages[-1].timings.time_to_first_token_s for a in answers if a.prefill_worker]
+    assert min(handed_off) > 4 * DELAY_S  # two hops, there and back
     for process in (router, prefill, decode):
         log = process.log.read_text()
         for trouble in ("lost", "failed", "unreachable", "set aside", "not connected"):

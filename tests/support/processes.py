@@ -51,6 +51,7 @@ class Process:
     ) -> None:
         """`prefix`: what runs it, on another host whose address is `host`. `port`: None for any free one."""
         self.name = name
+        self._is_run_by_another = bool(prefix)
         self.log = folder / f"{name}.log"
         self.port = free_port() if port is None else port
         self.address = f"{host}:{self.port}"
@@ -88,9 +89,13 @@ class Process:
         self.popen.wait(STOP_TIMEOUT_S)
 
     def terminate(self) -> None:
-        """SIGTERM to the group: what runs the process may not hand it on."""
-        if self.popen.poll() is None:
+        """SIGTERM, past what runs the process: that would not hand it on."""
+        if self.popen.poll() is not None:
+            return
+        if self._is_run_by_another:
             self.send(signal.SIGTERM)
+        else:
+            self.popen.terminate()
 
     def stop(self) -> int:
         """SIGTERM, and SIGKILL if that takes too long. Returns the exit status."""
