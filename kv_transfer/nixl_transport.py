@@ -42,7 +42,9 @@ log = structlog.get_logger()
 
 # One was enough in every measurement, for 32 READs in the queue and for 1,024.
 _NUM_LAST_LOOKS = 8
-_MAX_STALL_S = 2.0
+_MAX_STALL_S = (
+    4.0  # readers that are alive wait for longer: `kv.connect_timeout_s` in a handshake, else for a lease
+)
 
 
 def ucx_environment() -> dict[str, str]:

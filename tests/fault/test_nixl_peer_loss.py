@@ -31,7 +31,7 @@ NUM_BLOCKS = 32
 BLOCK_BYTES = 512 * 1024
 ALL = range(NUM_BLOCKS)
 TIMEOUT_S = 30.0
-STAND_STILL_S = 2.5  # more than an owner takes for a moment
+STAND_STILL_S = 4.5  # more than an owner takes for a moment
 OVER_TCP = "tcp,self"
 OVER_ANYTHING = "all"
 
