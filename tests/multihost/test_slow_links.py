@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import ExitStack
 from random import Random
@@ -11,9 +12,19 @@ import pytest
 
 from tests.support.delay_proxy import delayed
 from tests.support.hosts import Clients, Hosts, asked, random_prompt
-from tests.support.processes import assert_idle, eventually, free_port, tokens
+from tests.support.processes import Process, assert_idle, eventually, free_port, tokens
 
 DELAY_S = 0.05
+TROUBLES = {
+    "decode worker lost",
+    "decode worker unreachable",
+    "directory lost, serving goes on",
+    "directory lost, the last view serves on",
+    "hand-off failed",
+    "handshake failed",
+    "peer can not be read from",
+    "worker set aside",
+}
 
 
 def test_prompts_stay_local_while_the_link_is_slow_and_no_longer(fleet):
@@ -61,6 +72,13 @@ def far_apart(shared_fleet, tmp_path):
         yield hosts
 
 
+def events_of(process: Process) -> set[str]:
+    """That it has logged."""
+    lines = [line for line in process.log.read_text().splitlines() if line.startswith("{")]
+    return {json.loads(line)["event"] for line in lines}
+
+
+@pytest.mark.nightly
 def test_everything_works_over_ways_of_50_ms(far_apart, reference):
     router, prefill, decode = (far_apart.processes[kind] for kind in ("router", "prefill", "decode"))
     random = Random(9)
@@ -77,7 +95,5 @@ def test_everything_works_over_ways_of_50_ms(far_apart, reference):
     handed_off = [a.messages[-1].timings.time_to_first_token_s for a in answers if a.prefill_worker]
     assert min(handed_off) > 4 * DELAY_S  # two hops, there and back
     for process in (router, prefill, decode):
-        log = process.log.read_text()
-        for trouble in ("lost", "failed", "unreachable", "set aside", "not connected"):
-            assert trouble not in log, [line for line in log.splitlines() if trouble in line]
+        assert not TROUBLES & events_of(process)
     assert_idle(prefill.address, decode.address)
