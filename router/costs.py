@@ -170,7 +170,7 @@ def _above_zero(costs: WorkerCosts) -> WorkerCosts:
 _MAX_PAIRS = 4096
 _MAX_KINDS = 256
 _PAIR_WEIGHT = 0.2  # of a new report in a pair's speed, at least
-_PAIR_HALF_LIFE_S = 2.0  # of what was reported before
+_PAIR_HALF_LIFE_S = 5.0  # of what was reported before
 _LENGTH_WEIGHT = 0.02  # of a new answer in the mean length
 _DEFAULT_OUTPUT_TOKENS = 128.0
 

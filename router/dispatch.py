@@ -65,7 +65,7 @@ class Dispatcher:
         metrics: RouterMetrics | None = None,
     ) -> None:
         self.ledger = Ledger()
-        self.costs = FleetCosts()
+        self.costs = FleetCosts(self.ledger.clock)
         self.admission = Admission(
             settings, self._cost_ms, self.ledger.clock, least_prefill_ms=self._least_prefill_ms
         )
