@@ -35,6 +35,11 @@ class DecodeWorker:
         """Take no new requests; those under way go on."""
         self._draining = True
 
+    def tell(self, link: worker_pb2.Link) -> None:
+        """Every router learns what the way to another worker is worth now."""
+        for session in self._sessions:
+            session.add_link(link)
+
     async def session(
         self, requests: AsyncIterator[worker_pb2.SessionRequest]
     ) -> AsyncIterator[worker_pb2.StepFrame]:

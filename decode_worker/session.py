@@ -80,6 +80,7 @@ class Session:
         self._incarnation = incarnation
         self._transport = transport
         self._pending: dict[str, _News] = {}
+        self._links: dict[str, worker_pb2.Link] = {}  # by worker id
         self._ready = asyncio.Event()
 
     def add_token(
@@ -124,6 +125,11 @@ class Session:
             mean_batch_context_tokens=times.mean_batch_context_tokens,
         )
 
+    def add_link(self, link: worker_pb2.Link) -> None:
+        """Told at once: there may be no step for a long time."""
+        self._links[link.worker_id] = link
+        self._ready.set()
+
     def flush(self) -> None:
         if self._pending:
             self._ready.set()
@@ -135,11 +141,13 @@ class Session:
             await self._ready.wait()
             self._ready.clear()
             pending, self._pending = self._pending, {}
+            links, self._links = self._links, {}
             yield worker_pb2.StepFrame(
                 incarnation=self._incarnation,
                 deltas=[
                     message for request_id, news in pending.items() for message in news.messages(request_id)
                 ],
+                links=links.values(),
             )
 
     def _news(self, request_id: str) -> _News:

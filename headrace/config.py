@@ -180,7 +180,9 @@ class RpcSettings(_Section):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535, description="0: any free port")
     advertise_host: str = Field(
-        default="", description="name or address that others reach this process by; empty: host"
+        default="",
+        description="name or address that others reach this process by; empty: host, and where that is every address,"
+        " the one from which this process reaches the directory",
     )
     max_message_bytes: Positive = 64 << 20
     keepalive_s: Seconds = Field(default=5.0, description="a silent connection is probed this often")

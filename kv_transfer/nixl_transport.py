@@ -5,19 +5,24 @@ One worker has several NIXL agents around its regions:
     serving agent     peers read through it; its metadata is what they get
     one per link      our READs from one peer; made at the first READ, destroyed when one fails or at a disconnect
 
-because, as measured with 1.5.1 (`tests/fault/test_nixl_peer_loss.py` watches over the last three):
+because, as measured with 1.5.1 (`tests/fault/test_nixl_peer_loss.py` watches over the last four):
 - The progress thread spins; without it both ends have to call in regularly, or nothing moves.
 - `transfer` copies inside the call when UCX takes CMA; with TCP, polling does the work.
 - A peer that dies makes `transfer` or the state check raise; that is an exception, not a state.
 - A READ has no deadline. Neither releasing its handle nor removing the remote agent cancels it: a peer that wakes up
   later still overwrites our blocks. Only an agent that is gone writes nothing.
+- UCX ends a process that destroys an agent right after one of its READs failed, with CMA: an agent is driven on for a
+  moment before.
 - Over TCP, a process that is asked for bytes by somebody who is gone by then is ended by UCX ("Fatal: unexpected
-  error: Endpoint timeout"). Nothing here can prevent that; an own agent per link confines it to the peer given up on.
+  error: Endpoint timeout"). An own agent per link confines it to the peer given up on; an agent that was not looked
+  after for a while, which is when requests pile up, is thrown away unread. What is left is a reader that vanishes
+  within the few ms between two looks.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,10 +32,19 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import structlog
 
 from headrace.errors import TransferFailed
 from kv_transfer.metadata import Metadata, RemotePart, understood
 from kv_transfer.transport import BlockRegion, Part, Read, check_ids, num_local_blocks
+
+log = structlog.get_logger()
+
+# One was enough in every measurement, for 32 READs in the queue and for 1,024.
+_NUM_LAST_LOOKS = 8
+_MAX_STALL_S = (
+    4.0  # readers that are alive wait for longer: `kv.connect_timeout_s` in a handshake, else for a lease
+)
 
 
 def ucx_environment() -> dict[str, str]:
@@ -52,9 +66,11 @@ class NixlTransport:
         self.regions = regions
         self._incarnation = incarnation
         self._serving = _Agent(incarnation, regions)
+        self._looked_at = time.monotonic()
         self._links: dict[str, _Link] = {}
 
     def metadata(self) -> bytes:
+        self._serve_anew_after_a_stall()
         own = self._serving.call("get_agent_metadata")
         return Metadata(self.name, self._incarnation, tuple(self.regions), own).pack()
 
@@ -76,7 +92,21 @@ class NixlTransport:
         return link.read(np.asarray(remote_block_ids, np.int32), np.asarray(local_block_ids, np.int32))
 
     def progress(self) -> None:
+        self._serve_anew_after_a_stall()
         self._serving.call("get_new_notifs")
+
+    def _serve_anew_after_a_stall(self) -> None:
+        """Who asked us for bytes meanwhile may have given us up: not one of these requests may be looked at. Readers
+        that are still there see their READs fail, and shake hands again.
+        """
+        now = time.monotonic()
+        stalled_s, self._looked_at = now - self._looked_at, now
+        if stalled_s > _MAX_STALL_S:
+            log.warning(
+                "nobody was looked after for a while, readers have to connect anew", seconds=stalled_s
+            )
+            self._serving.destroy()
+            self._serving = _Agent(self._incarnation, self.regions)
 
     def disconnect(self, peer: str) -> None:
         link = self._links.pop(peer, None)
@@ -132,6 +162,7 @@ class _Link:
         self._under_way.clear()
         agent, self._agent = self._agent, None
         if agent is not None:
+            agent.let_go()
             agent.destroy()
 
     # These two return what failed in place of raising it: a traceback keeps handles, and so the agent, alive.
@@ -253,6 +284,14 @@ class _Agent:
         lists = self._prepared[rank]
         ours, theirs = _runs_of(local, lists.count), _runs_of(remote, lists.count)
         return self.call("make_prepped_xfer", "READ", lists.local, ours, lists.remote[region], theirs)
+
+    def let_go(self) -> None:
+        """Let UCX end what waits in its queues: it takes copies that still wait there, when it is taken down, for a
+        mistake of its own, and ends the process ("Assertion `ucs_arbiter_group_is_empty(group)' failed").
+        """
+        with suppress(TransferFailed):
+            for _ in range(_NUM_LAST_LOOKS):
+                self.call("get_new_notifs")
 
     def destroy(self) -> None:
         """After this, nothing is read, written or served by the agent. Handles must have been released."""

@@ -7,7 +7,7 @@ incarnation of a worker drops everything of the old one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import grpc
@@ -61,6 +61,7 @@ class Peers:
         self._opening: dict[str, asyncio.Task[Peer]] = {}
         self._incarnations: dict[str, str] = {}  # worker id to the incarnation last seen
         self._refusals: dict[str, LayoutMismatch] = {}  # by worker id
+        self.on_measured: Callable[[worker_pb2.Link], None] = lambda link: None
 
     async def connect(self, ref: worker_pb2.PeerRef, timeout_s: float | None = None) -> Peer:
         """The peer in this incarnation, after one handshake that all callers share: who waits for `timeout_s` only,
@@ -118,6 +119,14 @@ class Peers:
             )
             for worker_id, refusal in list(self._refusals.items())
         ]
+
+    async def measure_unused(self, for_s: float) -> None:
+        """Read a little from those that nothing was read from for so long, and tell `on_measured`: what routers know of
+        a way that they do not choose stays as it was, else. A peer that can not be read from is dropped.
+        """
+        open_peers = [task.result() for task in list(self._opening.values()) if _is_open(task)]
+        unused = [p for p in open_peers if self.transfers.unused_s(p.incarnation) >= for_s]
+        await asyncio.gather(*(self._measure(peer) for peer in unused))
 
     async def forget_absent(self, worker_ids: Set[str]) -> None:
         """Only these are alive: nothing is kept of others. Except of those that we are connected to: a directory that
@@ -199,6 +208,16 @@ class Peers:
         except BaseException:
             await self.transfers.disconnect(ref.incarnation)
             raise
+
+    async def _measure(self, peer: Peer) -> None:
+        try:
+            async with asyncio.timeout(self._kv.connect_timeout_s):
+                stats = await self.transfers.measure(peer.incarnation)
+        except (TransferFailed, TimeoutError) as error:
+            log.warning("peer can not be read from", peer=peer.worker_id, error=str(error))
+            await self.drop(peer.incarnation)
+            return
+        self.on_measured(worker_pb2.Link(worker_id=peer.worker_id, bytes=stats.bytes, seconds=stats.seconds))
 
     def _parts(self, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse) -> list[Part]:
         """Of each rank of the peer that we read from. Raises LayoutMismatch."""

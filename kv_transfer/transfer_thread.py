@@ -40,6 +40,8 @@ _SERVING_WAIT_S = 1e-3  # somebody has a lease, or is about to connect
 _CONNECTED_WAIT_S = 5e-3  # nobody has: each look costs some 40 us, which is what a worker takes when idle
 _ALONE_WAIT_S = 0.1
 _NUM_TIMED_PROBES = 3
+_LONG_MEASUREMENT_S = 0.1  # one of these says enough
+_MEASURED_BYTES = 256 << 10  # of one READ that measures a way which nobody uses; one block at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class TransferThread:
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any] | None]] = queue.SimpleQueue()
         self._running: list[_Running] = []
         self._peers: dict[str, Rate] = {}  # connected; written by the thread, read by anybody
+        self._read_at: dict[str, float] = {}  # by peer: when its last READ ended, on the monotonic clock
         self._closing = False
         self._door = threading.Lock()  # nothing enters the queue once `_closing` is set
         self._transport: Transport
@@ -139,6 +142,28 @@ class TransferThread:
             seconds.append(stats.seconds)
         latency_s = statistics.median(seconds[1:])
         return Probe(seconds[0], latency_s, self._block_bytes / latency_s)
+
+    def unused_s(self, peer: str) -> float:
+        """Since the last READ from it ended; 0 while one is under way."""
+        if any(running.transfer.peer == peer for running in list(self._running)):
+            return 0.0
+        return time.monotonic() - self._read_at.get(peer, 0.0)
+
+    async def measure(self, peer: str) -> TransferStats:
+        """As `probe`, of a way that was not used for a while: the best of a few READs, since the owner looks after them
+        every few ms only.
+        """
+        count = max(1, _MEASURED_BYTES // self._block_bytes)
+        best: TransferStats | None = None
+        for _ in range(_NUM_TIMED_PROBES):
+            transfer = Transfer(peer, [0] * count, [self._transport.regions[0].num_blocks] * count)
+            self._start(transfer)
+            stats = await transfer.done
+            best = stats if best is None or stats.seconds < best.seconds else best
+            if stats.seconds > _LONG_MEASUREMENT_S:
+                break
+        assert best is not None
+        return best
 
     async def disconnect(self, peer: str) -> None:
         """All READs from the peer are over afterwards. Nothing for an unknown peer."""
@@ -246,8 +271,7 @@ class TransferThread:
     def _poll(self) -> bool:
         """Look after all READs and let peers read from us. Returns whether a READ ended."""
         # A reader may be at it whom we do not read from, or gave up reading from.
-        if self._peers or time.monotonic() < self._serves_until:
-            self._transport.progress()
+        self._transport.progress()
         ended = [running for running in self._running if self._is_over(running)]
         for running in ended:
             self._running.remove(running)
@@ -265,6 +289,7 @@ class TransferThread:
         num_bytes = len(running.transfer.local_block_ids) * self._block_bytes
         if (rate := self._peers.get(running.transfer.peer)) is not None:
             rate.add(num_bytes, seconds)
+            self._read_at[running.transfer.peer] = time.monotonic()
         self._tell(running.transfer, TransferStats(num_bytes, seconds))
         return True
 
@@ -280,6 +305,7 @@ class TransferThread:
 
     def _disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
+        self._read_at.pop(peer, None)
         self._transport.disconnect(peer)
         its = [running for running in self._running if running.transfer.peer == peer]
         self._abandon(its, "was disconnected")

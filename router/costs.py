@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.clock import Clock, SystemClock
 from headrace.directory.records import WorkerRecord
 from headrace.rpc.v1 import worker_pb2
 
@@ -168,9 +169,16 @@ def _above_zero(costs: WorkerCosts) -> WorkerCosts:
 
 _MAX_PAIRS = 4096
 _MAX_KINDS = 256
-_PAIR_WEIGHT = 0.2  # of a new report in a pair's speed
+_PAIR_WEIGHT = 0.2  # of a new report in a pair's speed, at least
+_PAIR_HALF_LIFE_S = 5.0  # of what was reported before
 _LENGTH_WEIGHT = 0.02  # of a new answer in the mean length
 _DEFAULT_OUTPUT_TOKENS = 128.0
+
+
+@dataclass(frozen=True, slots=True)
+class _PairSpeed:
+    factor: float  # times the fleet's cost
+    at: float  # when it was last reported
 
 
 class FleetCosts:
@@ -179,13 +187,14 @@ class FleetCosts:
     A kind that reported little is predicted from the rate that its workers publish; without one, as the whole fleet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._fleet = _KindFit(prior_costs(0))
         self._mean_output_tokens = _DEFAULT_OUTPUT_TOKENS
         self._kinds: dict[str, _KindFit] = {}
         self._costs: dict[str, WorkerCosts] = {}  # what `of` answers, until the next report
         self._transfer = RecursiveFit((_DEFAULT_LATENCY_S, 1 / _DEFAULT_BYTES_PER_S))
-        self._pairs: OrderedDict[tuple[str, str], float] = OrderedDict()  # (owner, reader): times the fleet's
+        self._pairs: OrderedDict[tuple[str, str], _PairSpeed] = OrderedDict()  # by (owner, reader)
 
     def of(self, record: WorkerRecord) -> WorkerCosts:
         known = self._costs.get(record.kind)
@@ -233,15 +242,26 @@ class FleetCosts:
     def transfer(self, owner: str, reader: str) -> TransferCost:
         """Between two workers, by their ids."""
         latency_s, byte_s = self._transfer.coefficients
-        factor = self._pairs.get((owner, reader), 1.0)
+        speed = self._pairs.get((owner, reader))
+        factor = 1.0 if speed is None else speed.factor
         return TransferCost(latency_s * factor, byte_s * factor)
+
+    def observe_link(self, reader: str, link: worker_pb2.Link) -> None:
+        """Learn from what a worker measured by itself, of a way that requests do not take: else it stayed for ever what
+        it was when they were turned away from it.
+        """
+        if link.bytes:
+            self._observe_transfer((link.worker_id, reader), link.bytes, link.seconds)
 
     def _observe_transfer(self, pair: tuple[str, str], num_bytes: int, seconds: float) -> None:
         if seconds <= 0:
             return
-        factor = self._pairs.pop(pair, 1.0)
+        now = self._clock.now()
+        before = self._pairs.pop(pair, _PairSpeed(1.0, now))
         predicted = TransferCost(*self._transfer.coefficients).seconds(num_bytes)
-        self._pairs[pair] = factor + _PAIR_WEIGHT * (seconds / predicted - factor)
+        weight = max(_PAIR_WEIGHT, 1 - 0.5 ** ((now - before.at) / _PAIR_HALF_LIFE_S))
+        factor = before.factor + weight * (seconds / predicted - before.factor)
+        self._pairs[pair] = _PairSpeed(factor, now)
         if len(self._pairs) > _MAX_PAIRS:
             self._pairs.popitem(last=False)
         self._transfer.observe((1.0, float(num_bytes)), seconds)

@@ -65,13 +65,14 @@ class Dispatcher:
         metrics: RouterMetrics | None = None,
     ) -> None:
         self.ledger = Ledger()
-        self.costs = FleetCosts()
+        self.costs = FleetCosts(self.ledger.clock)
         self.admission = Admission(
             settings, self._cost_ms, self.ledger.clock, least_prefill_ms=self._least_prefill_ms
         )
         self._metrics = metrics or RouterMetrics()
         self._view = view
         self._sessions = sessions
+        sessions.on_link = self.costs.observe_link
         self._breakers = breakers
         self._policy = policy
         self._model = model

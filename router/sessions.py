@@ -193,8 +193,10 @@ class WorkerSession:
             await self.close()
             raise WorkerGone(f"{self.worker_id} is no longer incarnation {self.incarnation}")
 
-    async def run(self, on_lost: Callable[[], None]) -> None:
-        """Carry messages both ways until the stream ends; then call `on_lost` and fail what is left."""
+    async def run(self, on_lost: Callable[[], None], on_link: Callable[[worker_pb2.Link], None]) -> None:
+        """Carry messages both ways until the stream ends; then call `on_lost` and fail what is left. `on_link` gets
+        what the worker measured of its ways to others.
+        """
         writer = asyncio.create_task(self._write(), name=f"session writer {self.worker_id}")
         error = WorkerGone(f"decode worker {self.worker_id} ended its session")
         try:
@@ -202,6 +204,8 @@ class WorkerSession:
                 frame := await self._call.read(), worker_pb2.StepFrame
             ):  # else: the end of the stream
                 self._hand_out(frame)
+                for link in frame.links:
+                    on_link(link)
         except (
             grpc.aio.AioRpcError
         ) as rpc_error:  # whatever it says, this worker's answers do not come any more
@@ -267,6 +271,7 @@ class Sessions:
         self._rpc = rpc
         self._max_unread_tokens = max_unread_tokens
         self._on_lost = on_lost
+        self.on_link: Callable[[str, worker_pb2.Link], None] = lambda worker_id, link: None
         self._pace = Pace()
         self._opening: dict[str, asyncio.Task[WorkerSession]] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -313,7 +318,8 @@ class Sessions:
         except WorkerGone:
             self._on_lost(worker_id, incarnation)
             raise
-        task = asyncio.create_task(session.run(lambda: self._lost(session)), name=f"session {worker_id}")
+        run = session.run(lambda: self._lost(session), lambda link: self.on_link(worker_id, link))
+        task = asyncio.create_task(run, name=f"session {worker_id}")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return session

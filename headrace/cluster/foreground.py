@@ -13,8 +13,7 @@ from headrace.cluster.process import ProcessSpec, build, prepare
 
 def run_in_foreground(spec: ProcessSpec) -> None:
     """Start, wait for a signal, stop. Raises what the start raises."""
-    prepare(spec)
-    uvloop.run(_until_signal(spec))
+    uvloop.run(_until_signal(prepare(spec)))
 
 
 async def _until_signal(spec: ProcessSpec) -> None:

@@ -26,6 +26,7 @@ log = structlog.get_logger()
 
 # Ahead of need; each costs a few megabytes. Further ones are connected when a request needs them.
 _MAX_CONNECTED = 64
+_MEASURE_EVERY = 4  # looks around: what was not read from for so long
 _OFFER_BLOCKS = 256  # at a time, so that no lease is long and the end of the drain time loses little
 _MAX_SHARE = 8  # a neighbour gives up 1 / this of its pool for what is offered, where less is free
 
@@ -52,6 +53,7 @@ class Neighbours:
         while True:
             try:
                 await self._look_around()
+                await self._peers.measure_unused(_MEASURE_EVERY * interval_s)
             except Unavailable as error:  # the directory: what is connected stays connected
                 log.debug("neighbours not read", error=str(error))
             except Exception:  # one round; the next one may find others

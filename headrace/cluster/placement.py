@@ -37,7 +37,7 @@ class ProcessActor:
     """A process of ours inside a Ray actor. The constructor starts it, so a restart by Ray does too."""
 
     def __init__(self, spec: ProcessSpec) -> None:
-        prepare(spec)
+        spec = prepare(spec)
         self._process = HostedProcess(lambda report: build(spec, report))
 
     def stage(self) -> str:

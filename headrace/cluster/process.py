@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,7 @@ import structlog
 
 from headrace.cluster.exposure import check_exposure
 from headrace.cluster.hosted import Report, Runnable
+from headrace.cluster.reachability import with_advertised_host
 from headrace.config import Settings
 from headrace.rpc.tls import Part
 from headrace.telemetry import configure_logging
@@ -38,11 +39,14 @@ def check(spec: ProcessSpec) -> list[str]:
     return check_exposure(spec.settings, part, spec.name)
 
 
-def prepare(spec: ProcessSpec) -> None:
-    """Once per process, before `build`: logging, cores, what UCX reads from the environment. Raises as `check`."""
+def prepare(spec: ProcessSpec) -> ProcessSpec:
+    """Once per process, before `build`: logging, cores, what UCX reads from the environment. Returns what to build,
+    with the settings that follow from where this process runs. Raises as `check` and `with_advertised_host`.
+    """
     configure_logging(spec.settings.log_level, spec.name, spec.log_file)
     if missing := check(spec):
         log.warning("insecure", missing=missing, see="docs/security.md")
+    spec = replace(spec, settings=with_advertised_host(spec.settings))
     log.info("settings in force", cores=list(spec.cores), **spec.settings.describe())
     _bind(spec.cores)
     if spec.kind != "router":
@@ -50,6 +54,7 @@ def prepare(spec: ProcessSpec) -> None:
 
         for name, value in ucx_environment().items():
             os.environ.setdefault(name, value)
+    return spec
 
 
 def build(spec: ProcessSpec, report: Report) -> Runnable:

@@ -267,6 +267,8 @@ class WorkerProcess:
             self._engine, reads, fetcher, self._root_digest, block_size_tokens, telemetry
         )
         self._decode = DecodeWorker(context) if self._role != Role.PREFILL else None
+        if self._decode is not None:
+            self._peers.on_measured = self._decode.tell
 
     def _serve_metrics(self, telemetry: WorkerTelemetry) -> KvMetrics:
         """For Prometheus. What else the process does is not stopped by a scrape: it has its own thread."""

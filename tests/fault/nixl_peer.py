@@ -3,8 +3,9 @@
     nixl_peer.py NAME VALUE NUM_BLOCKS BLOCK_BYTES [READ_FROM]
 
 All its blocks hold VALUE. It writes its metadata as a line of hex digits and takes that of a peer the same way, then
-serves; with READ_FROM it reads everything from that peer over and over, until that fails. It answers each further line
-with the same line and how many READs ended and failed, and ends with its standard input.
+serves; with READ_FROM it reads everything from that peer over and over, until that fails. It answers "metadata" with
+its metadata as they are then, and each other line with the same line and how many READs ended and failed. It ends with
+its standard input.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections import Counter
 
 import numpy as np
+import structlog
 
 from headrace.errors import TransferFailed
 from kv_transfer.nixl_transport import NixlTransport
@@ -50,6 +52,9 @@ async def main(name: str, value: str, num_blocks: int, block_bytes: int, read_fr
     counts: Counter[str] = Counter()
     reading = read_from and asyncio.create_task(read_everything(transfers, read_from, num_blocks, counts))
     while request := await line():
+        if request == "metadata":
+            print((await transfers.metadata()).hex(), flush=True)
+            continue
         print(request, counts["reads"], counts["failed"], flush=True)
     if reading:
         reading.cancel()
@@ -57,4 +62,5 @@ async def main(name: str, value: str, num_blocks: int, block_bytes: int, read_fr
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]))

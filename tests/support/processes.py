@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,15 +39,26 @@ def free_port() -> int:
 class Process:
     """`headrace …` with its output in a file. `address` is of its gRPC server, where it has one."""
 
-    def __init__(self, arguments: list[str], folder: Path, name: str) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        folder: Path,
+        name: str,
+        *,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+        port: int | None = None,
+    ) -> None:
+        """`prefix`: what runs it, on another host whose address is `host`. `port`: None for any free one."""
         self.name = name
+        self._is_run_by_another = bool(prefix)
         self.log = folder / f"{name}.log"
-        self.port = free_port()
-        self.address = f"127.0.0.1:{self.port}"
+        self.port = free_port() if port is None else port
+        self.address = f"{host}:{self.port}"
         ports = ("--set", f"rpc.port={self.port}", "--set", f"http.port={free_port()}")
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
-                [str(HEADRACE), *arguments, *ports],
+                [*prefix, str(HEADRACE), *arguments, *ports],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -71,10 +83,24 @@ class Process:
     def send(self, signum: signal.Signals) -> None:
         os.killpg(self.popen.pid, signum)
 
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
+        self.popen.wait(STOP_TIMEOUT_S)
+
+    def terminate(self) -> None:
+        """SIGTERM, past what runs the process: that would not hand it on."""
+        if self.popen.poll() is not None:
+            return
+        if self._is_run_by_another:
+            self.send(signal.SIGTERM)
+        else:
+            self.popen.terminate()
+
     def stop(self) -> int:
         """SIGTERM, and SIGKILL if that takes too long. Returns the exit status."""
+        self.terminate()
         if self.popen.poll() is None:
-            self.popen.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.popen.wait(STOP_TIMEOUT_S)
         with suppress(ProcessLookupError):
@@ -91,11 +117,15 @@ def eventually(condition, what: str, timeout_s: float = START_TIMEOUT_S) -> None
         time.sleep(0.05)
 
 
-def ask(address: str, prompt, *, timeout_s: float = 60, **sampling) -> list[inference_pb2.GenerateResponse]:
+def ask(
+    address: str, prompt, *, timeout_s: float = 60, explain: bool = False, **sampling
+) -> list[inference_pb2.GenerateResponse]:
     """All messages of one answer, greedy unless told otherwise. `prompt` is a text or a list of token ids."""
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        return list(stub.Generate(request(prompt, **sampling), timeout=timeout_s))
+        message = request(prompt, **sampling)
+        message.explain = explain
+        return list(stub.Generate(message, timeout=timeout_s))
 
 
 def request(prompt, **sampling) -> inference_pb2.GenerateRequest:

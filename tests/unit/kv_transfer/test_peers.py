@@ -184,3 +184,40 @@ async def test_a_peer_that_is_gone_is_forgotten_and_one_that_answers_is_not():
             await asyncio.sleep(0.01)
         with pytest.raises(TransferFailed, match="not connected"):
             await reader.transfers.read("owner", [0], [0]).done
+
+
+async def test_a_way_that_nobody_uses_is_measured_and_told():
+    async with started() as [reader, owner], asyncio.timeout(TIMEOUT_S):
+        told: list[worker_pb2.Link] = []
+        reader.peers.on_measured = told.append
+        await reader.peers.connect(owner.ref)
+        await reader.peers.measure_unused(60.0)
+        assert told == []  # the handshake has just read from it
+        await reader.peers.measure_unused(0.0)
+        [link] = told
+        assert link.worker_id == "worker owner"
+        assert link.bytes >= LAYOUT.block_bytes
+        assert link.seconds > 0
+        assert [row[0] for row in reader.blocks] == [1] * NUM_BLOCKS + [5]  # scratch alone
+
+
+async def test_a_way_in_use_is_not_measured():
+    async with started() as [reader, owner], asyncio.timeout(TIMEOUT_S):
+        told: list[worker_pb2.Link] = []
+        reader.peers.on_measured = told.append
+        await reader.peers.connect(owner.ref)
+        reader.faults.stall = True
+        reader.transfers.read("owner", [0], [0])
+        await reader.transfers.metadata()  # the READ is under way
+        await reader.peers.measure_unused(0.0)
+        assert told == []
+
+
+async def test_a_peer_that_can_not_be_read_from_any_more_is_dropped():
+    async with started(connect_timeout_s=0.3) as [reader, owner], asyncio.timeout(TIMEOUT_S):
+        await reader.peers.connect(owner.ref)
+        reader.faults.stall = True
+        await reader.peers.measure_unused(0.0)
+        assert reader.peers.statuses() == []
+        reader.faults.stall = False
+        await reader.peers.connect(owner.ref)

@@ -134,7 +134,7 @@ class Router:
     def __init__(self, name: str, workers: list[Worker], clock: VirtualClock) -> None:
         self.view = DirectoryView(clock, router_id=name)
         self.ledger = Ledger(clock)
-        self.costs = FleetCosts()
+        self.costs = FleetCosts(clock)
         for worker in workers:
             self.view.admit(worker.record)
             self.view.load(worker.record.worker_id, worker.record.incarnation, worker.snapshot())

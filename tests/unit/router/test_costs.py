@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.clock import VirtualClock
 from headrace.directory.records import Role
 from headrace.rpc.v1 import worker_pb2
 from router.costs import (
@@ -167,3 +168,36 @@ def test_what_a_request_takes_grows_with_prompt_and_answer_and_answers_are_as_lo
         fleet.observe(None, None, worker_pb2.SequenceEnd(decode_tokens=1000, decode_s=101.0, mean_batch=1))
     assert fleet.request_s(1000, 10_000) > before
     assert fleet.least_prefill_s(1000) < fleet.request_s(1000, 1) / 5
+
+
+def test_a_link_that_is_measured_after_a_long_silence_is_believed():
+    """Nobody uses a slow link, so the only news of it are its reader's own measurements."""
+    random, clock = Random(1), VirtualClock()
+    fleet = FleetCosts(clock)
+    p0, d0 = worker_record("p0"), worker_record("d0")
+    for _ in range(50):
+        fleet.observe(p0, d0, report(TRUE, random))
+    usual_s = fleet.transfer("p0", "d0").seconds(1e7)
+    for _ in range(10):
+        end = report(TRUE, random)
+        end.transfer_s *= 100
+        fleet.observe(p0, d0, end)
+    assert fleet.transfer("p0", "d0").seconds(1e7) > 5 * usual_s
+    for _ in range(5):
+        clock.advance(10.0)
+        fleet.observe_link(
+            "d0", worker_pb2.Link(worker_id="p0", bytes=1 << 20, seconds=LINK.seconds(1 << 20))
+        )
+    assert fleet.transfer("p0", "d0").seconds(1e7) < 2 * usual_s
+
+
+def test_one_report_among_many_moves_a_pair_a_little():
+    random, fleet = Random(1), FleetCosts(VirtualClock())
+    p0, d0 = worker_record("p0"), worker_record("d0")
+    for _ in range(50):
+        fleet.observe(p0, d0, report(TRUE, random))
+    usual_s = fleet.transfer("p0", "d0").seconds(1e7)
+    fleet.observe_link(
+        "d0", worker_pb2.Link(worker_id="p0", bytes=1 << 20, seconds=3 * LINK.seconds(1 << 20))
+    )
+    assert usual_s < fleet.transfer("p0", "d0").seconds(1e7) < 2 * usual_s

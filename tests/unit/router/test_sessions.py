@@ -188,3 +188,14 @@ async def test_an_abort_reaches_the_worker():
         assert whole.request_id == one.request_id == "a"
         assert not whole.HasField("choice")
         assert one.choice == 2
+
+
+async def test_what_a_worker_measured_of_its_links_is_handed_on():
+    async with connected() as (worker, sessions, address, _):
+        told = asyncio.Queue()
+        sessions.on_link = lambda worker_id, link: told.put_nowait((worker_id, link))
+        await sessions.get("d0", "i1", address)
+        link = worker_pb2.Link(worker_id="p0", bytes=1000, seconds=0.5)
+        worker.frames.put_nowait(worker_pb2.StepFrame(incarnation="i1", links=[link]))
+        async with asyncio.timeout(10):
+            assert await told.get() == ("d0", link)
