@@ -119,6 +119,7 @@ class WorkerProcess:
         self._report = report
         self._make_transport = make_transport
         self._incarnation = secrets.token_hex(8)
+        self._serves = False  # once the directory has it
         self._draining = False
         self._background: set[asyncio.Task[None]] = set()
         self._cleanup = AsyncExitStack()
@@ -234,6 +235,7 @@ class WorkerProcess:
         await self._publisher.start()
         self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)
+        self._serves = True
         self._neighbours = Neighbours(directory, self._peers, metrics, self._role, self._set_exchange_ready)
         watching = asyncio.create_task(self._neighbours.run(settings.directory.worker_ttl_s / 2))
         self._cleanup.push_async_callback(_ended, watching)
@@ -259,7 +261,9 @@ class WorkerProcess:
             WorkerCollector(self._core.load, lambda: self._engine.thread.last_audit, self._peers)
         )
         rpc, telemetry = self._settings.rpc, self._settings.telemetry
-        port, stop = serve_metrics(registry, rpc.host, telemetry.metrics_port)
+        port, stop = serve_metrics(
+            registry, rpc.host, telemetry.metrics_port, lambda: self._serves and not self._draining
+        )
         self._metrics_address = f"{rpc.advertise_host or rpc.host}:{port}"
         self._cleanup.push_async_callback(asyncio.to_thread, stop)
         return KvMetrics(registry)
