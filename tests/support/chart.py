@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
-import typer
 import yaml
 from kubernetes_validate import utils as validator
 
 from headrace import config
-from headrace.cli.app import app
 from headrace.config import Settings
+from tests.support.command_line import assignments, parsed_arguments
 from tools.fetch_helm import helm_binary
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "headrace"
@@ -141,21 +140,11 @@ def settings_of(objects: Sequence[Object], component: str, folder: Path) -> Sett
     """
     container = pods(objects)[component]["spec"]["containers"][0]
     assert container["command"] == ["headrace"]
-    command, *arguments = container["args"]
-    parsed = _command(command).make_context(command, list(arguments)).params
+    parsed = parsed_arguments(container["args"])
     assert str(parsed["config"]).startswith(f"{SETTINGS_FOLDER}/")
     volumes = {each["name"]: each for each in pods(objects)[component]["spec"]["volumes"]}
     source = of_kind(objects, "ConfigMap", volumes["settings"]["configMap"]["name"])
     path = folder / f"{component}.yaml"
     path.write_text(source["data"][parsed["config"].name])
     environment = {each["name"]: each.get("value", "10.0.0.1") for each in container["env"]}
-    assignments = [
-        *(parsed["assignments"] or []),
-        *([f"model.ref={parsed['model']}"] if parsed["model"] else []),
-    ]
-    return config.load(path, assignments, environment)
-
-
-def _command(name: str) -> Any:
-    group: Any = typer.main.get_command(app)
-    return group.commands[name]
+    return config.load(path, assignments(parsed), environment)
