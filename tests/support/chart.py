@@ -17,13 +17,12 @@ from kubernetes_validate import utils as validator
 from headrace import config
 from headrace.config import Settings
 from tests.support.command_line import assignments, parsed_arguments
+from tests.support.custom_kinds import SPECS, check_custom
 from tools.fetch_helm import helm_binary
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "headrace"
 KUBERNETES_VERSIONS = ("1.31", "1.37")
 SETTINGS_FOLDER = "/etc/headrace/settings"
-# What has no bundled schema; their pods are validated as pods.
-CUSTOM_KINDS = {"ServiceMonitor", "PrometheusRule", "Certificate", "RayCluster"}
 
 # What any rendering needs: without it the chart refuses, as the processes would.
 OPEN: dict[str, Any] = {"settings": {"security": {"allow_insecure": True}}}
@@ -125,10 +124,12 @@ def _templates(of: Object) -> list[Object]:
 
 def check_valid(objects: Sequence[Object]) -> None:
     """Against the schemas of Kubernetes, unknown fields refused. Raises ValidationError."""
-    for version in KUBERNETES_VERSIONS:
-        for each in [*objects, *pods(objects).values()]:
-            if each["kind"] not in CUSTOM_KINDS:
-                kubernetes_validate.validate(each, version, strict=True)
+    for each in [*objects, *pods(objects).values()]:
+        if (each["apiVersion"], each["kind"]) in SPECS:
+            check_custom(each)
+            continue
+        for version in KUBERNETES_VERSIONS:
+            kubernetes_validate.validate(each, version, strict=True)
     names = [(each["kind"], each["metadata"]["name"]) for each in objects]
     assert len(set(names)) == len(names), names
     assert all(len(name) <= 63 for _, name in names), names
