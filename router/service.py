@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
+import structlog
 
 from headrace.rpc.metadata import CallMetadata, metadata_of
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
@@ -80,6 +81,8 @@ def begin(context: grpc.aio.ServicerContext[Any, Any], request_id: str = "") -> 
     """
     metadata = metadata_of(context, request_id)
     context.set_trailing_metadata(metadata.echo())
+    if metadata.traceparent:
+        structlog.contextvars.bind_contextvars(traceparent=metadata.traceparent)
     return metadata
 
 

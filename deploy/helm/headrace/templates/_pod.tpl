@@ -115,7 +115,7 @@ ports:
   - {name: metrics, containerPort: {{ $isRouter | ternary 9100 ($values.ports).metrics }}}
 {{- with $values.probes }}
 startupProbe:
-  httpGet: {path: /ready, port: metrics}
+  httpGet: {path: /health, port: metrics}
   {{- toYaml .startup | nindent 2 }}
 livenessProbe:
   httpGet: {path: /health, port: metrics}
