@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 import yaml
 
 from headrace.cluster.exposure import unprotected
-from headrace.rpc.tls import Part
+from headrace.rpc.tls import Identity, Part
 from tests.support.chart import CHART, OPEN, Chart, Object, Refused, check_valid, of_kind, pods, settings_of
+from tests.support.command_line import parsed_arguments
 
 TRIAL = CHART / "values-trial.yaml"
 TLS = {"tls": {"mode": "secrets", "secrets": {"router": "router-tls", "worker": "worker-tls"}}}
@@ -137,6 +139,14 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             "settings": {"router": {"max_inflight_requests": 4096, "tenants": {"acme": {"weight": 2.5}}}}
         },
         "pools": {"prefill": {"settings": {"engine": {"max_step_tokens": 8192}}}},
+    },
+    "watched": {
+        **OPEN,
+        "metrics": {
+            "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+            "dashboard": {"enabled": True},
+            "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
+        },
     },
     "names": {
         **OPEN,
@@ -271,6 +281,17 @@ def test_settings_reach_all_whom_they_are_for(chart: Chart, tmp_path: Path) -> N
     assert router.router.tenants["acme"].weight == 2.5
 
 
+def test_a_worker_has_a_thread_for_each_processor_that_its_pod_asks_for(chart: Chart, tmp_path: Path) -> None:
+    def threads(**pool: Any) -> int:
+        return settings_of(
+            chart.render(OPEN, {"pools": {"decode": pool}}), "decode", tmp_path
+        ).engine.num_threads
+
+    assert threads(resources={"requests": {"cpu": "6"}}) == 6
+    assert threads(resources={"requests": {"cpu": "1500m"}}) == 2
+    assert threads(settings={"engine": {"num_threads": 3}}) == 3
+
+
 def test_a_change_of_settings_rolls_the_pods_that_it_is_for(chart: Chart) -> None:
     before = pods(chart.render(OPEN))
     after = pods(chart.render(OPEN, {"pools": {"decode": {"settings": {"engine": {"max_sequences": 8}}}}}))
@@ -329,3 +350,62 @@ def test_names_of_objects_fit_their_references(chart: Chart) -> None:
                         wanted = volume[source][key]
                         assert (kind, wanted) in made or f'"{wanted}"' in values or "-tls" in wanted, wanted
         assert of_kind(objects, "Deployment", "router")
+
+
+def test_the_notes_name_commands_that_are_there_and_what_is_open(chart: Chart) -> None:
+    notes = chart.notes(TRIAL)
+    assert "port-forward service/trial-headrace-router" in notes
+    assert "allow_insecure is true" in notes and "emptyDir" in notes
+    (command,) = re.findall(r"-- headrace (.*)", notes)
+    parsed_arguments(command.split())
+    protected = chart.notes(PROTECTED)
+    assert "https://localhost" in protected and "authorization: Bearer" in protected
+    assert "allow_insecure" not in protected
+    assert "No pool that decodes has replicas" in chart.notes(OPEN, {"pools": {"decode": {"replicas": 0}}})
+
+
+def test_certificates_have_the_names_that_processes_ask_for(chart: Chart) -> None:
+    values = {**VALUE_SETS["cert manager"], "settings": {"directory": {"cluster": "blue"}}}
+    objects = chart.render(values)
+    for part in Part.ROUTER, Part.WORKER:
+        certificate = of_kind(objects, "Certificate", f"{part}-tls")["spec"]
+        (uri,) = certificate["uris"]
+        assert Identity.from_uri(uri) == Identity("blue", part)
+        assert {"server auth", "client auth"} <= set(certificate["usages"])
+        component = "router" if part == Part.ROUTER else "decode"
+        volumes = pods(objects)[component]["spec"]["volumes"]
+        (tls,) = [each for each in volumes if each["name"] == "tls"]
+        assert tls["secret"]["secretName"] == certificate["secretName"]
+    worker = of_kind(objects, "Certificate", "worker-tls")["spec"]["dnsNames"]
+    assert worker == ["worker.blue.headrace.internal"]
+    router = of_kind(objects, "Certificate", "router-tls")["spec"]["dnsNames"]
+    service = of_kind(objects, "Service", "-router")["metadata"]["name"]
+    assert {service, f"{service}.serving.svc", "llm.example.org"} <= set(router)
+
+
+def test_all_pods_of_headrace_are_scraped(chart: Chart, tmp_path: Path) -> None:
+    objects = chart.render(VALUE_SETS["watched"])
+    monitor, service = (of_kind(objects, kind, "-metrics") for kind in ("ServiceMonitor", "Service"))
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (port,) = service["spec"]["ports"]
+    assert monitor["spec"]["endpoints"][0]["port"] == port["name"]
+    scraped: set[str] = set()
+    for name, pod in pods(objects).items():
+        if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items():
+            (found,) = [
+                each for each in pod["spec"]["containers"][0]["ports"] if each["name"] == port["targetPort"]
+            ]
+            assert found["containerPort"] == settings_of(objects, name, tmp_path).telemetry.metrics_port
+            scraped.add(name)
+    assert scraped == {"router", "prefill", "decode"}
+
+
+def test_dashboard_and_alerts_are_those_of_the_repository(chart: Chart) -> None:
+    objects = chart.render(VALUE_SETS["watched"])
+    grafana = CHART.parents[1] / "grafana"
+    dashboard = of_kind(objects, "ConfigMap", "-dashboard")["data"]["dashboard.json"]
+    assert json.loads(dashboard) == json.loads((grafana / "dashboard.json").read_text())
+    assert of_kind(objects, "PrometheusRule", "-alerts")["spec"] == yaml.safe_load(
+        (grafana / "alerts.yaml").read_text()
+    )

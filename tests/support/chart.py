@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,13 @@ class Chart:
         if done.returncode:
             raise Refused(done.stderr)
         return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+    def notes(self, *values: Mapping[str, Any] | Path, release: str = "trial") -> str:
+        """What a user reads after the installation."""
+        done = self._run("install", release, *self._arguments(values, ()), "--dry-run=client")
+        if done.returncode:
+            raise Refused(done.stderr)
+        return done.stdout.partition("NOTES:")[2]
 
     def lint(self, *values: Mapping[str, Any] | Path) -> str:
         """What it printed. Raises Refused."""
@@ -147,5 +155,15 @@ def settings_of(objects: Sequence[Object], component: str, folder: Path) -> Sett
     source = of_kind(objects, "ConfigMap", volumes["settings"]["configMap"]["name"])
     path = folder / f"{component}.yaml"
     path.write_text(source["data"][parsed["config"].name])
-    environment = {each["name"]: each.get("value", "10.0.0.1") for each in container["env"]}
+    environment = {each["name"]: _value(each, container) for each in container["env"]}
     return config.load(path, assignments(parsed), environment)
+
+
+def _value(variable: Object, container: Object) -> str:
+    """What Kubernetes would put in."""
+    source = variable.get("valueFrom", {})
+    if "resourceFieldRef" in source:
+        section, _, resource = source["resourceFieldRef"]["resource"].partition(".")
+        amount = str(container["resources"].get(section, {}).get(resource, "0"))
+        return str(math.ceil(float(amount[:-1]) / 1000 if amount.endswith("m") else float(amount)))
+    return variable.get("value", "10.0.0.1")

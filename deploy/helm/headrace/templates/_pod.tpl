@@ -104,6 +104,12 @@ env:
     value: /tmp
   - name: HF_HOME
     value: /var/cache/headrace/models/huggingface
+  {{- $engine := default dict (include "headrace.settings" . | fromJson).engine }}
+  {{- if not (or $isRouter $engine.num_threads) }}
+  # What the pod may use, not what the machine has: threads without cores of their own wait for one another.
+  - name: HEADRACE_ENGINE__NUM_THREADS
+    valueFrom: {resourceFieldRef: {resource: requests.cpu}}
+  {{- end }}
   {{- with $values.env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
