@@ -51,9 +51,8 @@ class Machine:
         replaced = {
             "/etc/headrace": str(root / "etc"),
             "/var/cache/headrace": str(root / "cache"),
-            "/tmp/password.conf": str(root / "password.conf"),
+            "/run/valkey": str(root),
             "--port 6379": f"--bind 127.0.0.1 --port {self._redis_port}",
-            "--dir /tmp": f"--dir {root}",
             "$(POD_NAME)": component,
         }
         command = [_replace(each, replaced) for each in (*container["command"], *container["args"])]
