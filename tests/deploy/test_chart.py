@@ -409,3 +409,11 @@ def test_dashboard_and_alerts_are_those_of_the_repository(chart: Chart) -> None:
     assert of_kind(objects, "PrometheusRule", "-alerts")["spec"] == yaml.safe_load(
         (grafana / "alerts.yaml").read_text()
     )
+
+
+def test_the_values_of_the_readme_render(chart: Chart, tmp_path: Path) -> None:
+    (values,) = re.findall(r"```yaml\n(.*?)```", (CHART / "README.md").read_text(), re.DOTALL)
+    objects = chart.render(yaml.safe_load(values))
+    check_valid(objects)
+    assert settings_of(objects, "prefill", tmp_path).engine.max_step_tokens == 8192
+    assert of_kind(objects, "StatefulSet", "-decode")["spec"]["replicas"] == 8

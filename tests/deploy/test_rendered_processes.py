@@ -140,6 +140,7 @@ def machine(chart: Chart, tmp_path: Path, tiny_model_files) -> Machine:
     return Machine(chart.render(OPEN, values), tmp_path / "node")
 
 
+@pytest.mark.timeout(300)  # three processes, two of which import torch
 def test_the_pods_of_a_release_serve(machine: Machine) -> None:
     with ExitStack() as stack:
         processes = {name: stack.enter_context(machine.running(name)) for name in ("redis",)}
