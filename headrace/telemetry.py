@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import structlog
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.utils import floatToGoString
 
 from headrace.errors import Unavailable
 from headrace.tracing import Tracing
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+_LOOP_TIMEOUT_S = 3.0  # an event loop that has not turned within this is stuck
 
 # Bounds of histograms: from a token of a fast engine to a long queue.
 SECONDS = (
@@ -83,12 +94,25 @@ def configure_logging(level: str, process: str, file: Path | None = None) -> Non
     )
 
 
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Answer GET /metrics on a thread. Returns the port and what ends it. Raises Unavailable when the port is taken."""
+def serve_metrics(
+    registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]
+) -> tuple[int, Callable[[], None]]:
+    """Answer GET /metrics on a thread, and for probes that know no TLS and have no certificate: /health, 200 while the
+    event loop turns; /ready, 200 while it does and `is_ready()`; else 503. To be called on that event loop.
+
+    Returns the port and what ends it. Raises Unavailable when the port is taken.
+    """
+    loop = asyncio.get_running_loop()
+    probes: dict[str, Callable[[], bool]] = {
+        "/health": lambda: _turns(loop),
+        "/ready": lambda: is_ready() and _turns(loop),
+    }
     try:
-        server, thread = start_http_server(port, host, registry)
+        server = make_server(host, port, _pages(registry, probes), _server_class(host), _SilentHandler)
     except OSError as error:
         raise Unavailable(f"can not serve metrics on {host}:{port}: {error}; is the port taken?") from None
+    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
 
     def stop() -> None:
         server.shutdown()
@@ -96,3 +120,38 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[in
         thread.join()
 
     return server.server_port, stop
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no event."""
+
+
+def _server_class(host: str) -> type[ThreadingWSGIServer]:
+    class Server(ThreadingWSGIServer):
+        address_family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+
+    return Server
+
+
+def _pages(registry: CollectorRegistry, probes: Mapping[str, Callable[[], bool]]) -> WSGIApplication:
+    metrics: Any = make_wsgi_app(registry)
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        probe = probes.get(environ["PATH_INFO"])
+        if probe is None:
+            return metrics(environ, start_response)
+        status = "200 OK" if probe() else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "text/plain")])
+        return [status.encode()]
+
+    return answer
+
+
+def _turns(loop: asyncio.AbstractEventLoop) -> bool:
+    answered = Event()
+    try:
+        loop.call_soon_threadsafe(answered.set)
+    except RuntimeError:  # it is closed
+        return False
+    return answered.wait(_LOOP_TIMEOUT_S)

@@ -121,7 +121,10 @@ class Router:
         self._observing = _supervised(self._observer.run(), "console")
         register(self.metrics.registry, self._metric_sources(model))
         port, self._stop_metrics = serve_metrics(
-            self.metrics.registry, settings.rpc.host, settings.telemetry.metrics_port
+            self.metrics.registry,
+            settings.rpc.host,
+            settings.telemetry.metrics_port,
+            lambda: self.ready,
         )
         self.metrics_address = f"{settings.rpc.advertise_host or settings.rpc.host}:{port}"
         self.address = await self._server.start()

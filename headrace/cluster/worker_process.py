@@ -121,6 +121,7 @@ class WorkerProcess:
         self._report = report
         self._make_transport = make_transport
         self._incarnation = secrets.token_hex(8)
+        self._serves = False  # once the directory has it
         self._draining = False
         self._hangs = False  # the engine, in a step
         self._exchange_ready = True
@@ -241,6 +242,7 @@ class WorkerProcess:
         await self._publisher.start()
         self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)
+        self._serves = True
         self._neighbours = Neighbours(directory, self._peers, metrics, self._role, self._set_exchange_ready)
         watching = asyncio.create_task(self._neighbours.run(settings.directory.worker_ttl_s / 2))
         self._cleanup.push_async_callback(_ended, watching)
@@ -281,13 +283,15 @@ class WorkerProcess:
             load=self._core.load,
             audit=lambda: self._engine.thread.last_audit,
             progress_age_s=lambda: self._engine.thread.progress_age_s(),
-            ready=lambda: not (self._hangs or self._draining),
+            ready=lambda: self._is_ready,
             peers=self._peers,
             telemetry=telemetry,
         )
         registry.register(WorkerCollector(figures))
         rpc = self._settings.rpc
-        port, stop = serve_metrics(registry, rpc.host, self._settings.telemetry.metrics_port)
+        port, stop = serve_metrics(
+            registry, rpc.host, self._settings.telemetry.metrics_port, lambda: self._serves and self._is_ready
+        )
         self._metrics_address = f"{rpc.advertise_host or rpc.host}:{port}"
         self._cleanup.push_async_callback(asyncio.to_thread, stop)
         return KvMetrics(registry)
@@ -312,6 +316,10 @@ class WorkerProcess:
                 log.warning("engine hangs" if hangs else "engine goes on", seconds=round(age_s, 3))
                 await self._tell_readiness()
             await asyncio.sleep(_ENGINE_POLL_S)
+
+    @property
+    def _is_ready(self) -> bool:
+        return not (self._hangs or self._draining)
 
     @property
     def _model_name(self) -> str:
