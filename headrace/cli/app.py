@@ -32,6 +32,7 @@ from headrace.cli.options import (
     TemperatureOption,
     TimeoutOption,
     http_address,
+    of_running_cluster,
     router_address,
     settings_from,
 )
@@ -39,6 +40,7 @@ from headrace.cli.progress import cluster_progress, console, obtain_model, outpu
 from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
+from headrace.directory.records import Role
 from headrace.directory.redis_directory import shown_url
 from headrace.errors import Code, HeadraceError, InvalidRequest
 from headrace.model_store import list_models, resolve
@@ -221,10 +223,34 @@ def status(config: ConfigOption = None, assignments: SetOption = None) -> None:
     settings = settings_from(config, assignments)
     running = find_running(settings.model.cache_dir, settings.directory.cluster)
     if running is not None:
-        directory = settings.directory.model_copy(update={"url": running.directory_url})
-        settings = settings.model_copy(update={"directory": directory})
         output.print(_router_line(running), highlight=False)
-    output.print(status_report(settings))
+    output.print(status_report(of_running_cluster(settings)))
+
+
+@app.command()
+def flip(
+    worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="As `headrace status` shows it.")],
+    to: Annotated[Role, typer.Option("--to", help="What it does from now on.")],
+    drain_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            "--drain-timeout",
+            min=0,
+            help="Seconds until what runs is handed to other workers. Default: rpc.drain_timeout_s.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if nobody is left who prefills, or decodes.")
+    ] = False,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Give a running worker the other role. It finishes what it does; model and cache stay."""
+    from headrace.cli.flip import flip as change_role
+
+    settings = of_running_cluster(settings_from(config, assignments))
+    output.print(change_role(settings, worker_id, to, drain_timeout_s, force=force), highlight=False)
 
 
 @app.command("top")

@@ -78,6 +78,11 @@ class WorkerRecord:
     kind: str = ""  # what it computes with; workers of one kind are as fast as one another
 
     @property
+    def layout(self) -> tuple[int, str, str]:
+        """What has to be equal for two workers to exchange blocks, as far as records tell."""
+        return self.block_size_tokens, self.kv_dtype, self.transport
+
+    @property
     def used_blocks(self) -> int:
         """Neither free nor cached for later prompts."""
         return max(0, self.num_blocks - self.load.free_blocks - self.load.cached_blocks)
