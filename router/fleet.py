@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.directory.prefix_index import Matches
-from headrace.directory.records import Role, WorkerRecord
+from headrace.directory.records import Role
 from headrace.directory.view import DirectoryView
 from router.costs import FleetCosts, WorkerCosts
 from router.ledger import Figures, Ledger

@@ -1,7 +1,7 @@
 """What a worker does at present, and how that changes while it runs.
 
-    serving ─▶ leaving: the directory says "draining" ─▶ drained: nothing of what it gives up runs ─▶ serving, as the other
-                 └ no pair would be left, or stopped: ─▶ serving, as before
+    serving ─▶ leaving: the directory says "draining" ─▶ nothing of what it gives up runs ─▶ serving, as the other
+                 └ no pair would be left, or it failed ─▶ serving, as before
 
 Cache, transport, leases and incarnation stay: they name the process and its memory. What fences the old role's work off
 is the worker itself: it asks itself with each request whether it does that now, so a router or reader with an old view
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -89,7 +89,11 @@ class WorkerRole:
             self._changing.add_done_callback(self._done)
         elif self._wanted != role:
             raise AlreadyExists(f"{self._worker_id} is changing its role to {self._wanted}")
-        return await asyncio.shield(self._changing)
+        changing = self._changing
+        await asyncio.wait([changing])
+        if changing.cancelled():
+            raise Unavailable(f"{self._worker_id} is about to end, and keeps its role {self.now}")
+        return changing.result()
 
     async def close(self) -> None:
         """No further change. One that is under way is given up."""
@@ -153,16 +157,17 @@ class WorkerRole:
             prompts = self._exchange.num_streams if gives_up_prefill else 0
             return prompts + (self._decode.num_requests if gives_up_decode else 0)
 
-        await _until(lambda: not num_busy(), deadline)
-        num_late = num_busy()
-        last = Deadline.after(_HAND_BACK_TIMEOUT_S, SystemClock())
-        while num_busy():
-            if gives_up_prefill:
-                self._exchange.hand_back()
-            if gives_up_decode:
-                self._decode.hand_back()
+        last = replace(deadline, at_s=deadline.at_s + _HAND_BACK_TIMEOUT_S)
+        num_late = 0
+        while busy := num_busy():
+            if not deadline.remaining_s():
+                num_late = num_late or busy
+                if gives_up_prefill:
+                    self._exchange.hand_back()
+                if gives_up_decode:
+                    self._decode.hand_back()
             if not last.remaining_s():
-                raise Unavailable(f"{self._worker_id} could not end {num_busy()} requests")
+                raise Unavailable(f"{self._worker_id} could not end {busy} requests")
             await asyncio.sleep(_POLL_S)
         return num_late
 
@@ -186,11 +191,6 @@ class WorkerRole:
         if error is not None:
             known = isinstance(error, HeadraceError)
             log.warning("role not changed", error=str(error), exc_info=None if known else error)
-
-
-async def _until(condition: Callable[[], bool], deadline: Deadline) -> None:
-    while not condition() and deadline.remaining_s():
-        await asyncio.sleep(_POLL_S)
 
 
 def _prefills(role: Role) -> bool:
