@@ -253,6 +253,25 @@ def flip(
     output.print(change_role(settings, worker_id, to, drain_timeout_s, force=force), highlight=False)
 
 
+@app.command()
+def planner(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done and why, and do nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Each decision as a line of JSON.")] = False,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Watch the load, and change roles of workers, or add and remove them, so that the targets are kept."""
+    from headrace.cli.planner import run_planner
+
+    settings = of_running_cluster(settings_from(config, assignments))
+    if dry_run:
+        changed = settings.planner.model_copy(update={"dry_run": True})
+        settings = settings.model_copy(update={"planner": changed})
+    run_planner(settings, as_json=as_json)
+
+
 @app.command("top")
 def live_view(
     address: Annotated[

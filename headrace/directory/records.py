@@ -52,6 +52,10 @@ class WorkerLoad:
     free_blocks: _Count
     cached_blocks: _Count
     prefill_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0  # measured lately; 0: not known
+    decode_step_s: Annotated[float, Field(ge=0)] = 0.0  # measured lately; 0: not known
+    # Spent computing, by this time of the worker's own clock. 0: it does not say.
+    busy_s: Annotated[float, Field(ge=0)] = 0.0
+    at_s: Annotated[float, Field(ge=0)] = 0.0
     shares: tuple[RouterShare, ...] = ()  # events bring them, too, and sooner
 
 
