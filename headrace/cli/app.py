@@ -272,6 +272,65 @@ def planner(
     run_planner(settings, as_json=as_json)
 
 
+@app.command()
+def plan(
+    rate: Annotated[float, typer.Option(min=0, help="Requests a second.")],
+    inputs: Annotated[
+        str, typer.Option("--input", metavar="TOKENS", help="Of prompts: 2000, or 500:3,8000:1 by weight.")
+    ],
+    outputs: Annotated[str, typer.Option("--output", metavar="TOKENS", help="Of answers, likewise.")],
+    hit_rate: Annotated[float, typer.Option(min=0, max=1, help="Of prompt tokens that are cached.")] = 0.0,
+    ttft_s: Annotated[
+        float | None,
+        typer.Option("--ttft", help="Seconds. Default: router.ttft_target_s.", show_default=False),
+    ] = None,
+    itl_s: Annotated[
+        float | None, typer.Option("--itl", help="Seconds. Default: router.itl_target_s.", show_default=False)
+    ] = None,
+    quantile: Annotated[
+        float, typer.Option(min=0.5, max=0.999, help="Of answers whose first token is in time.")
+    ] = 0.95,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `headrace bench engine --json` wrote.", show_default=False),
+    ] = None,
+    variant: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Of the file: backend/dtype/threads.", show_default=False),
+    ] = "",
+    prefill_cost: Annotated[
+        str, typer.Option(metavar="A,B,C", help="Seconds: base, a token, attention.", show_default=False)
+    ] = "",
+    decode_cost: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,D", help="Seconds: base, a sequence, a token of context.", show_default=False
+        ),
+    ] = "",
+    kv_tokens: Annotated[int, typer.Option(min=0, help="Of a decode worker's KV pool; 0: no limit.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Say how many prefill and decode workers a workload takes, and by which formula."""
+    from headrace.cli.plan import costs_from, plan_report
+    from headrace.cluster.planner.capacity import Lengths, Limits, Workload
+
+    settings = settings_from(config, assignments)
+    work = Workload(rate, Lengths.parse("--input", inputs), Lengths.parse("--output", outputs), hit_rate)
+    limits = Limits(
+        settings.router.ttft_target_s if ttft_s is None else ttft_s,
+        settings.router.itl_target_s if itl_s is None else itl_s,
+        quantile,
+        settings.planner.max_prefill_busy,
+        settings.planner.max_kv_use,
+        kv_tokens,
+        settings.engine.max_sequences,
+    )
+    data, report = plan_report(work, costs_from(costs, variant, prefill_cost, decode_cost), limits)
+    output.print_json(data=data) if as_json else output.print(report, highlight=False)
+
+
 @app.command("top")
 def live_view(
     address: Annotated[
