@@ -47,7 +47,7 @@ async def fleet(settings, *roles):
     try:
         async with workers(settings, *roles), grpc.aio.insecure_channel(address) as channel:
             async with asyncio.timeout(20):
-                while len(router.view.workers) < len(roles):
+                while not router.ready or len(router.view.workers) < len(roles):
                     await asyncio.sleep(0.01)
             yield router, inference_pb2_grpc.InferenceStub(channel)
     finally:

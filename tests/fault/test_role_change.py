@@ -56,6 +56,8 @@ class Client:
         """Until the router's view has these, by worker."""
         wanted = {name.replace("_", "-"): role for name, role in roles.items()}
         async with asyncio.timeout(20):
+            while not self.router.ready:  # its self-test is work, too
+                await asyncio.sleep(0.01)
             while True:
                 known = {n: r.role for n, r in self.router.view.workers.items() if not r.draining}
                 if wanted.items() <= known.items():

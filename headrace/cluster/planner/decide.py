@@ -32,6 +32,7 @@ from headrace.directory.records import Role
 
 _SWITCH_S = 1.0  # of a change of role, beside the drain
 _START_S = 30.0  # of a new worker: it loads a model
+_MAX_DRAIN_S = 120.0  # one that says so for longer hangs, and is not waited for
 _ANSWER_TOKENS = 200  # that the longest of the running answers still takes
 _REVERSE_HOLDS = 3  # between a change and its opposite
 _MUCH_BETTER = 0.75  # of the worst pressure
@@ -181,7 +182,7 @@ def _streak(old: Streak, pressure: Pressure, settings: PlannerSettings, minimum:
 def _why_wait(view: FleetView, history: History, settings: PlannerSettings) -> str:
     if not view.workers:
         return "no worker is known"
-    draining = [worker.worker_id for worker in view.workers if worker.draining]
+    draining = [w.worker_id for w in view.workers if w.draining and w.draining_s < _MAX_DRAIN_S]
     if draining:
         return f"{', '.join(draining)} is draining"
     since_s = view.at_s - history.changed_at_s

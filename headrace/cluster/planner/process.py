@@ -34,7 +34,8 @@ from headrace.telemetry import serve_metrics
 log = structlog.get_logger()
 
 _CLAIM = "planner"
-_CLAIM_INTERVALS = 3  # it lives so long without being renewed
+_CLAIM_INTERVALS = 3  # it lives so long without being renewed …
+_LEAST_CLAIM_S = 10.0  # … or so long: a planner on a busy machine is not dead
 
 
 class PlannerMetrics:
@@ -135,7 +136,7 @@ class Planner:
 
     async def _look(self) -> None:
         settings = self._settings.planner
-        ttl_s = _CLAIM_INTERVALS * settings.interval_s
+        ttl_s = max(_LEAST_CLAIM_S, _CLAIM_INTERVALS * settings.interval_s)
         if not await self._directory.claim(_CLAIM, self._id, ttl_s):
             self.metrics.active.set(0)
             self._note("another planner decides")

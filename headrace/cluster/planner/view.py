@@ -17,6 +17,7 @@ class WorkerFigures:
     worker_id: str
     role: Role
     draining: bool = False
+    draining_s: float = 0.0  # for how long
     busy: float | None = None  # of the time since the last look, how much it computed: 0..1; None: not known
     waiting_tokens: int = 0  # of prompts, to be computed
     prefill_tokens_per_s: float = 0.0  # 0: not known
@@ -50,25 +51,32 @@ class Observer:
     def __init__(self) -> None:
         self._before: dict[str, WorkerLoad] = {}  # by incarnation
         self._busy: dict[str, float] = {}
+        self._draining_since: dict[str, float] = {}
         self._steps: dict[str, RecursiveFit] = {}  # by kind of worker: what a step takes, as in router.costs
 
     def view(self, records: Iterable[WorkerRecord], now_s: float, removable: Iterable[str] = ()) -> FleetView:
         """Of the model and layout that most workers have. `removable`: ids."""
         fleet = sorted(_largest(list(records)), key=lambda record: record.worker_id)
         names = set(removable)
-        workers = tuple(self._figures(record, removable=record.worker_id in names) for record in fleet)
+        self._draining_since = {
+            record.incarnation: self._draining_since.get(record.incarnation, now_s)
+            for record in fleet
+            if record.draining
+        }
+        workers = tuple(self._figures(record, now_s, removable=record.worker_id in names) for record in fleet)
         alive = {record.incarnation for record in fleet}
         self._before = {name: load for name, load in self._before.items() if name in alive}
         self._busy = {name: busy for name, busy in self._busy.items() if name in alive}
         return FleetView(now_s, workers)
 
-    def _figures(self, record: WorkerRecord, *, removable: bool) -> WorkerFigures:
+    def _figures(self, record: WorkerRecord, now_s: float, *, removable: bool) -> WorkerFigures:
         load = record.load
         is_news = load.at_s > self._before.setdefault(record.incarnation, load).at_s
         return WorkerFigures(
             worker_id=record.worker_id,
             role=record.role,
             draining=record.draining,
+            draining_s=now_s - self._draining_since.get(record.incarnation, now_s),
             busy=self._busy_since(record.incarnation, load),
             waiting_tokens=load.waiting_tokens,
             prefill_tokens_per_s=load.prefill_tokens_per_s,

@@ -185,6 +185,8 @@ def test_a_draining_worker_and_one_that_starts_are_waited_for():
     fleet.figures = lambda *args: replace(figures(*args), draining=args[0] == "d2")
     assert fleet.run([(3.0, 0.5)] * 10) == []
     assert fleet.last.why == "d2 is draining"
+    fleet.figures = lambda *args: replace(figures(*args), draining=args[0] == "d2", draining_s=200.0)
+    assert fleet.run([(3.0, 0.5)] * 10) != []  # it hangs
     fleet = Fleet.of(1, 1, can_add=True)
     fleet.carry_out = lambda action: fleet.changes.append((fleet.now_s, action))  # it does not come
     fleet.run([(3.0, 1.0)] * 60)

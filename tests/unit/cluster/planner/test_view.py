@@ -42,6 +42,14 @@ def test_only_those_that_can_work_together_count():
     assert view.workers[0].cached_tokens == 500 * 32
 
 
+def test_it_knows_for_how_long_a_worker_drains():
+    observer = Observer()
+    drains = replace(worker(0), draining=True)
+    assert [observer.view([drains], at).workers[0].draining_s for at in (5.0, 8.0)] == [0.0, 3.0]
+    assert observer.view([worker(0)], 9.0).workers[0].draining_s == 0.0
+    assert observer.view([drains], 11.0).workers[0].draining_s == 0.0
+
+
 def test_the_fixed_part_of_a_step_is_learned():
     """Steps of 20 ms and 1 ms a sequence."""
     observer = Observer()
