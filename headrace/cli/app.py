@@ -105,6 +105,12 @@ def up(
     http_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of the HTTP API. 0: any free one.")
     ] = DEFAULT_HTTP_PORT,
+    with_planner: Annotated[
+        bool,
+        typer.Option(
+            "--planner", help="Change roles, and the number of workers within planner.min_… and max_…."
+        ),
+    ] = False,
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
@@ -139,6 +145,10 @@ def up(
             cluster.router_address, cluster.directory_url, os.getpid(), cluster.http_address
         )
         stack.callback(announce(running, cache_dir, cluster_name).unlink, missing_ok=True)
+        if with_planner:
+            from headrace.cli.planner import planner_of
+
+            stack.enter_context(planner_of(of_running_cluster(settings), cluster, cluster.folder / "logs"))
         _describe(running, cluster.folder / "logs")
         _wait_for_signal()
 

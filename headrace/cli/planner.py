@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import structlog
 from rich.markup import escape
 
 from headrace.cli.progress import output
 from headrace.cluster.foreground import run_until_signal
+from headrace.cluster.hosted import HostedProcess
 from headrace.cluster.planner.actuators import Actuator, NoActuator
 from headrace.cluster.planner.process import Planner
+from headrace.cluster.planner.ray_actuator import RayActuator, Workers
 from headrace.config import Settings
 from headrace.telemetry import configure_logging
+
+log = structlog.get_logger()
+
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 30.0
 
 
 def run_planner(settings: Settings, *, as_json: bool) -> None:
@@ -22,6 +33,19 @@ def run_planner(settings: Settings, *, as_json: bool) -> None:
     configure_logging(settings.log_level, "planner")
     show = _Lines().show
     run_until_signal(lambda: Planner(settings, actuator_of(settings), _print_json if as_json else show))
+
+
+@contextmanager
+def planner_of(settings: Settings, workers: Workers, logs: Path) -> Generator[None]:
+    """Within the block a planner runs beside, on a thread of its own, and adds and removes those workers."""
+    configure_logging(settings.log_level, "planner", logs / "planner.log")
+    hosted = HostedProcess(lambda report: Planner(settings, RayActuator(workers)))
+    try:
+        hosted.address(_START_TIMEOUT_S)
+        yield
+    finally:
+        if not hosted.stop(_STOP_TIMEOUT_S):
+            log.warning("planner did not end in time")
 
 
 def actuator_of(settings: Settings) -> Actuator:

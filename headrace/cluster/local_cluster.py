@@ -6,6 +6,7 @@ stop:  the same backwards, whatever happened
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -24,11 +25,13 @@ from headrace.cluster.process import Kind, ProcessSpec, check
 from headrace.cluster.reaper import Reaper
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import Settings
+from headrace.directory.records import Role
 from headrace.errors import Unavailable
 
 log = structlog.get_logger()
 
 _START_TIMEOUT_S = 180.0
+_SHARED_CPU = 0.01  # what Ray counts of a process that has none of its own
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
 
 OnStage = Callable[[str, str], None]
@@ -78,7 +81,7 @@ class LocalCluster:
     def _start(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))
         self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        reaper = Reaper(str(self.folder))
+        reaper = self._reaper = Reaper(str(self.folder))
         self._cleanup.callback(reaper.close)
         self._on_stage("directory", "starting")
         server = self._cleanup.enter_context(RedisServer(secrets.token_urlsafe(24)))
@@ -90,16 +93,41 @@ class LocalCluster:
             check(spec)
         for spec in specs:
             # The router shares whatever is idle; a worker has a core's worth reserved.
-            bundle = {"CPU": 0.01 if spec.kind == "router" else 1.0}
+            bundle = {"CPU": _SHARED_CPU if spec.kind == "router" else 1.0}
             self.placed[spec.name] = placement.place(spec, [bundle])
         placed = list(self.placed.values())
-        self._cleanup.callback(placement.stop, placed, self._settings.rpc.drain_timeout_s)
+        self._cleanup.callback(self._stop_all)
         reaper.watch_children()
         addresses = placement.wait_until_serving(placed, _START_TIMEOUT_S, self._on_stage)
         reaper.watch_children()
         self.worker_addresses = dict(zip(self.placed, addresses, strict=True))
         self.router_address = self.worker_addresses.pop("router")
         self.http_address = placement.http_address(self.placed["router"])
+
+    def worker_names(self) -> set[str]:
+        return set(self.placed) - {"router"}
+
+    def add_worker(self, role: Role) -> str:
+        """Place one more; it shares cores with the others. Returns its name while it starts. Raises Unavailable."""
+        kind: Kind = "prefill" if role == Role.PREFILL else "decode"
+        numbers = (number for number in itertools.count() if f"{kind}-{number}" not in self.placed)
+        name = f"{kind}-{next(numbers)}"
+        spec = ProcessSpec(name, kind, self._worker_settings(), (), self.folder / "logs" / f"{name}.log")
+        check(spec)
+        self.placed[name] = placement.place(spec, [{"CPU": _SHARED_CPU}])
+        self._reaper.watch_children()
+        return name
+
+    def remove_worker(self, name: str) -> None:
+        """Drain it, end it, and give its place back."""
+        placement.stop([self.placed.pop(name)], self._settings.rpc.drain_timeout_s)
+
+    def _stop_all(self) -> None:
+        placement.stop(list(self.placed.values()), self._settings.rpc.drain_timeout_s)
+
+    def _worker_settings(self) -> Settings:
+        directory = self._settings.directory.model_copy(update={"url": self.directory_url})
+        return self._settings.model_copy(update={"directory": directory})
 
     def _start_ray(self, reaper: Reaper) -> None:
         self._on_stage("ray", "starting")
@@ -113,8 +141,7 @@ class LocalCluster:
     def _specs(self) -> list[ProcessSpec]:
         logs = self.folder / "logs"
         logs.mkdir()
-        directory = self._settings.directory.model_copy(update={"url": self.directory_url})
-        settings = self._settings.model_copy(update={"directory": directory})
+        settings = self._worker_settings()
         port, http_port = self._ports
         ports = {
             "rpc": settings.rpc.model_copy(update={"port": port}),

@@ -9,7 +9,7 @@ from headrace.errors import Unavailable
 
 
 class Actuator(Protocol):
-    """Every call ends within seconds; what it starts shows in the directory when it serves. Raises HeadraceError."""
+    """What is added shows in the directory when it serves. Raises HeadraceError."""
 
     can_add: bool
 
