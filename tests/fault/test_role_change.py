@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import uuid
 from contextlib import asynccontextmanager
@@ -11,11 +13,13 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from headrace.cluster.redis_server import RedisServer
 from headrace.cluster.workers import set_role
 from headrace.directory.records import Role
 from headrace.errors import HeadraceError, PeerError
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from router.app import Router
+from router.breakers import MAX_FAILURES
 from tests.support.fleet import Gate, session_with, workers
 from tests.support.process_fleet import ProcessWorker
 from tests.support.processes import HEADRACE
@@ -209,6 +213,50 @@ async def test_what_runs_too_long_goes_on_elsewhere(settings):
         for each in gates:
             each.open()
         assert [tokens for tokens, _ in await asyncio.gather(*asking)] == expected
+
+
+async def test_prompts_that_are_turned_away_are_no_reason_to_avoid_the_worker(settings):
+    """More than it takes to open a breaker. It is well, and decodes."""
+    async with fleet(settings, P, P, D) as (client, [p0, p1, d2]):
+        numbers = range(24)
+        expected = [(await client.ask(number))[0] for number in numbers]
+        async with session_with(d2) as session:  # for nothing of it to be cached
+            await session.answer([5] * 20)
+        for worker in (p0, p1, d2):
+            await worker.process._engine.call(lambda engine: engine.reset_cache())
+        gates = [Gate(p0), Gate(p1)]
+        asking = [asyncio.create_task(client.ask(number)) for number in numbers]
+        for gate in gates:
+            await gate.begun(1)
+        async with asyncio.timeout(20):
+            while p0.process._exchange.num_streams <= MAX_FAILURES:
+                await asyncio.sleep(0.005)
+        flipping = asyncio.create_task(flip(client, p0, D, settings, drain_timeout_s=0.0))
+        async with asyncio.timeout(20):
+            while p0.process._exchange.prefills:
+                await asyncio.sleep(0.005)
+        for gate in gates:
+            gate.open()
+        assert (await flipping).handed_back > MAX_FAILURES
+        assert [tokens for tokens, _ in await asyncio.gather(*asking)] == expected
+        assert client.router._breakers.state(p0.incarnation) == "closed"
+
+
+async def test_without_the_directory_a_change_has_to_be_forced(settings_with):
+    with RedisServer() as redis:
+        settings = settings_with(engine={"num_blocks": 2000}, directory={"url": redis.url})
+        async with workers(settings, P, P, D) as [p0, p1, _]:
+            record = p0.process._record()
+            os.kill(redis.pid, signal.SIGKILL)
+            change = worker_pb2.SetRoleRequest(role=D)
+            with pytest.raises(HeadraceError, match="directory at"):
+                await set_role(record, change, settings.rpc)
+            assert (await p0.status()).role == P
+            change.force = True
+            assert (await set_role(record, change, settings.rpc)).previous_role == P
+            async with session_with(p0) as session:
+                answer = await session.answer(list(range(3, 60)), prefill=[p1])
+                assert answer.end.prefill_worker == p1.worker_id
 
 
 async def refusal(client, worker, role, settings, **options) -> HeadraceError:
