@@ -160,7 +160,7 @@ class WorkerProcess:
         self._report("joining the cluster")
         await self._serve()
         record = self._record()
-        log.info("worker serves", role=self._role.now, address=record.address, incarnation=self._incarnation)
+        log.info("worker serves", role=self._role.current, address=record.address, incarnation=self._incarnation)
         return record.address
 
     async def stop(self) -> None:
@@ -252,7 +252,7 @@ class WorkerProcess:
         self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)
         self._neighbours = Neighbours(
-            directory, self._peers, metrics, lambda: self._role.now, self._set_exchange_ready
+            directory, self._peers, metrics, lambda: self._role.current, self._set_exchange_ready
         )
         watching = asyncio.create_task(self._neighbours.run(settings.directory.worker_ttl_s / 2))
         self._cleanup.push_async_callback(_ended, watching)
@@ -435,7 +435,7 @@ class WorkerProcess:
         load = self._core.load()  # plain counters: a torn read is only a stale figure
         return WorkerRecord(
             worker_id=self._worker_id,
-            role=self._role.now,
+            role=self._role.current,
             address=self._peers.own.address,
             incarnation=self._incarnation,
             model_name=self._model_name,
@@ -468,7 +468,7 @@ class WorkerProcess:
         audit, load = await self._engine.call(lambda engine: (engine.audit(), engine.load()))
         return worker_pb2.StatusResponse(
             worker_id=self._worker_id,
-            role=self._role.now,
+            role=self._role.current,
             incarnation=self._incarnation,
             model=self._model_name,
             running=load.running,

@@ -65,7 +65,7 @@ class WorkerRole:
         decode: DecodeWorker,
         surroundings: Surroundings,
     ) -> None:
-        self.now = role
+        self.current = role
         self.is_leaving = False
         self._worker_id = worker_id
         self._exchange = exchange
@@ -92,7 +92,7 @@ class WorkerRole:
         changing = self._changing
         await asyncio.wait([changing])
         if changing.cancelled():
-            raise Unavailable(f"{self._worker_id} is about to end, and keeps its role {self.now}")
+            raise Unavailable(f"{self._worker_id} is about to end, and keeps its role {self.current}")
         return changing.result()
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ class WorkerRole:
             await asyncio.gather(self._changing, return_exceptions=True)
 
     async def _change(self, role: Role, deadline: Deadline, *, force: bool) -> RoleChange:
-        before = self.now
+        before = self.current
         if role == before:
             return RoleChange(before)
         if not force:
@@ -118,10 +118,10 @@ class WorkerRole:
             drained_from = time.monotonic()
             num_handed_back = await self._drain(role, deadline)
             drain_s = time.monotonic() - drained_from
-            self.now = role
+            self.current = role
         finally:
             self.is_leaving = False
-            self._serve(self.now)
+            self._serve(self.current)
             if not self._closed:
                 await self._tell()
         change = RoleChange(before, drain_s, time.monotonic() - started_at - drain_s, num_handed_back)
