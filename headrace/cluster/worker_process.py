@@ -160,7 +160,9 @@ class WorkerProcess:
         self._report("joining the cluster")
         await self._serve()
         record = self._record()
-        log.info("worker serves", role=self._role.current, address=record.address, incarnation=self._incarnation)
+        log.info(
+            "worker serves", role=self._role.current, address=record.address, incarnation=self._incarnation
+        )
         return record.address
 
     async def stop(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -111,10 +111,7 @@ class WorkerRole:
         started_at = time.monotonic()
         self.is_leaving = True
         try:
-            await self._tell()
-            if not force:  # again, for two that leave at once must see one another
-                await self._check_pair(role)
-            await asyncio.sleep(_NOTICE_S)
+            await self._give_notice(role, force=force)
             drained_from = time.monotonic()
             num_handed_back = await self._drain(role, deadline)
             drain_s = time.monotonic() - drained_from
@@ -125,15 +122,17 @@ class WorkerRole:
             if not self._closed:
                 await self._tell()
         change = RoleChange(before, drain_s, time.monotonic() - started_at - drain_s, num_handed_back)
-        log.info(
-            "role changed",
-            role=role,
-            before=before,
-            drain_s=round(change.drain_s, 4),
-            switch_s=round(change.switch_s, 4),
-            handed_back=num_handed_back,
-        )
+        log.info("role changed", role=role, **asdict(change))
         return change
+
+    async def _give_notice(self, role: Role, *, force: bool) -> None:
+        """Have routers send nothing more. Raises as `_check_pair`: of two that leave at once, one sees the other."""
+        if force:
+            await self._tell()
+        else:
+            await self._surroundings.tell(_TELL_TIMEOUT_S)
+            await self._check_pair(role)
+        await asyncio.sleep(_NOTICE_S)
 
     async def _check_pair(self, role: Role) -> None:
         """Raises FleetTooSmall when after the change there would be nobody to hand prompts over, or to decode."""
