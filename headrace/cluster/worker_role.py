@@ -26,7 +26,8 @@ from prefill_worker.service import KvExchangeService
 
 log = structlog.get_logger()
 
-_TELL_TIMEOUT_S = 2.0  # a directory that is away does not keep a forced change
+_NOTICE_TIMEOUT_S = 10.0  # without notice there is no change
+_TELL_TIMEOUT_S = 2.0  # unless it is forced; and a new role is told later where it can not be told now
 _NOTICE_S = 0.05  # from telling the directory to turning work away: routers know by then
 _POLL_S = 0.005
 _HAND_BACK_TIMEOUT_S = 5.0
@@ -130,7 +131,7 @@ class WorkerRole:
         if force:
             await self._tell()
         else:
-            await self._surroundings.tell(_TELL_TIMEOUT_S)
+            await self._surroundings.tell(_NOTICE_TIMEOUT_S)
             await self._check_pair(role)
         await asyncio.sleep(_NOTICE_S)
 

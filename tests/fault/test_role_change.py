@@ -375,8 +375,8 @@ async def test_a_worker_that_is_killed_while_it_changes_costs_a_pause(settings_w
         async with grpc.aio.insecure_channel(await router.start()) as channel:
             client = Client(router, channel)
             await client.sees(prefill_0=P, decode_1=D, decode_2=D)
-            expected = [(await client.ask(number, 900))[0] for number in range(8)]
-            asking = [asyncio.create_task(client.ask(number, 900)) for number in range(8)]
+            expected = [(await client.ask(number, 900))[0] for number in range(4)]
+            asking = [asyncio.create_task(client.ask(number, 900)) for number in range(4)]
             async with asyncio.timeout(20):
                 while not (await started[1].status()).running:
                     await asyncio.sleep(0.005)
