@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from headrace.bench.certificates import Authority
 from headrace.cluster.planner.kubernetes import Api, KubernetesActuator
 from headrace.directory.records import Role
 from headrace.errors import InvalidRequest, NotFound, Unavailable
-from tests.support.certificates import Authority
 
 PATH = "/apis/apps/v1/namespaces/llm/statefulsets/"
 
