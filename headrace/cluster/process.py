@@ -30,6 +30,22 @@ class ProcessSpec:
     settings: Settings
     cores: tuple[int, ...] = ()
     log_file: Path | None = None
+    beyond_loopback: bool = False  # others are on other machines: it listens at its own machine's address
+
+
+def fleet(
+    settings: Settings, num_prefill: int, num_decode: int, *, port: int, http_port: int
+) -> list[ProcessSpec]:
+    """A router, which serves at these ports (0: any free one), and workers."""
+    ports = {
+        "rpc": settings.rpc.model_copy(update={"port": port}),
+        "http": settings.http.model_copy(update={"port": http_port}),
+    }
+    return [
+        ProcessSpec("router", "router", settings.model_copy(update=ports)),
+        *(ProcessSpec(f"prefill-{n}", "prefill", settings) for n in range(num_prefill)),
+        *(ProcessSpec(f"decode-{n}", "decode", settings) for n in range(num_decode)),
+    ]
 
 
 def check(spec: ProcessSpec) -> list[str]:
