@@ -9,8 +9,7 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -35,7 +34,7 @@ from headrace.cli.options import (
     router_address,
     settings_from,
 )
-from headrace.cli.progress import cluster_progress, console, obtain_model, output
+from headrace.cli.progress import OnStage, cluster_progress, console, obtain_model, output
 from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
@@ -44,6 +43,10 @@ from headrace.errors import Code, HeadraceError, InvalidRequest
 from headrace.model_store import list_models, resolve
 from headrace.rpc.v1 import inference_pb2
 from headrace.tokenizer import ChatMessage
+
+if TYPE_CHECKING:
+    from headrace.cluster.local_cluster import LocalCluster
+    from headrace.cluster.ray_cluster import RayCluster
 
 app = typer.Typer(
     help="LLM serving with prefill and decode on separate pools.",
@@ -103,12 +106,19 @@ def up(
     http_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of the HTTP API. 0: any free one.")
     ] = DEFAULT_HTTP_PORT,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="auto|HOST:PORT|ray://HOST:PORT",
+            help="On the machines of a Ray that runs already. Default: a Ray of its own, on this machine.",
+            show_default=False,
+        ),
+    ] = None,
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Keep a cluster running on this machine until Ctrl-C."""
-    from headrace.cluster.local_cluster import LocalCluster
-
+    """Keep a cluster running until Ctrl-C, on this machine or on those of a Ray cluster."""
     settings = settings_from(config, assignments, model)
     cluster_name, cache_dir = settings.directory.cluster, settings.model.cache_dir
     running = find_running(cache_dir, cluster_name)
@@ -120,25 +130,46 @@ def up(
             " stop it or take another name",
         )
     _stop_on_sigterm()
-    obtain_model(settings.model.ref, cache_dir)
+    if ray_address is None:
+        obtain_model(settings.model.ref, cache_dir)
     with ExitStack() as stack:
         with cluster_progress() as on_stage:
-            cluster = LocalCluster(
-                settings,
-                num_prefill=prefill,
-                num_decode=decode,
-                port=port,
-                http_port=http_port,
-                on_stage=on_stage,
-            )
+            cluster = _cluster(settings, ray_address, (prefill, decode), (port, http_port), on_stage)
             stack.enter_context(cluster)
         stack.callback(console.print, "[dim]draining and stopping[/]")
         running = RunningCluster(
             cluster.router_address, cluster.directory_url, os.getpid(), cluster.http_address
         )
         stack.callback(announce(running, cache_dir, cluster_name).unlink, missing_ok=True)
-        _describe(running, cluster.folder / "logs")
+        _describe(running, cluster.logs)
         _wait_for_signal()
+
+
+def _cluster(
+    settings: Settings,
+    ray_address: str | None,
+    sizes: tuple[int, int],
+    ports: tuple[int, int],
+    on_stage: OnStage,
+) -> LocalCluster | RayCluster:
+    """Not started. Imports Ray, which the other commands do not need."""
+    num_prefill, num_decode = sizes
+    if ray_address is None:
+        from headrace.cluster.local_cluster import LocalCluster
+
+        return LocalCluster(
+            settings,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            port=ports[0],
+            http_port=ports[1],
+            on_stage=on_stage,
+        )
+    from headrace.cluster.ray_cluster import RayCluster
+
+    return RayCluster(
+        settings, ray_address, num_prefill=num_prefill, num_decode=num_decode, ports=ports, on_stage=on_stage
+    )
 
 
 @app.command()
@@ -365,7 +396,7 @@ def _read_line() -> str:
         return ""
 
 
-def _describe(running: RunningCluster, logs: Path) -> None:
+def _describe(running: RunningCluster, logs: str) -> None:
     console.print(f"\n{_router_line(running)}", highlight=False)
     console.print(f"directory  {shown_url(running.directory_url)}\nlogs       {logs}", highlight=False)
     console.print("[dim]In another terminal: headrace chat. Ctrl-C stops it.[/]")

@@ -49,7 +49,7 @@ class LocalCluster:
         """
         self._settings = settings
         self._sizes = num_prefill, num_decode
-        self._ports = {"port": port, "http_port": http_port}
+        self._ports = port, http_port
         self._on_stage = on_stage
         self._cleanup = ExitStack()
         self.directory_url = ""
@@ -95,6 +95,10 @@ class LocalCluster:
         return self._keeper.status("router").http_address
 
     @property
+    def logs(self) -> str:
+        return str(self.folder / "logs")
+
+    @property
     def worker_addresses(self) -> dict[str, str]:
         """Of those that serve now."""
         statuses = {spec.name: self._keeper.status(spec.name) for spec in self._specs[1:]}
@@ -119,7 +123,7 @@ class LocalCluster:
         directory = self._settings.directory.model_copy(update={"url": self.directory_url})
         settings = self._settings.model_copy(update={"directory": directory})
         num_prefill, num_decode = self._sizes
-        specs = fleet(settings, num_prefill, num_decode, **self._ports)
+        specs = fleet(settings, num_prefill, num_decode, *self._ports)
         shares = [(), *core_shares(sorted(os.sched_getaffinity(0)), len(specs) - 1)]
         return [
             replace(spec, cores=cores, log_file=logs / f"{spec.name}.log")

@@ -27,6 +27,7 @@ from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 log = structlog.get_logger()
 
 _STOP_MARGIN_S = 10.0
+_PLACED_TIMEOUT_S = 0.05  # for Ray to say whether a group has its place; with 0 it never does
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 WAITING = "waits for a place"
@@ -75,6 +76,7 @@ class PlacedProcess:
         self._actor = actor
         self._group = group
         self._asked: Any = None  # the call that has not come back yet
+        self._last = ProcessStatus(WAITING)
 
     def status(self, timeout_s: float) -> ProcessStatus:
         """Raises what its start raised, or Unavailable when it has died."""
@@ -84,14 +86,16 @@ class PlacedProcess:
         try:
             status = ProcessStatus(*ray.get(asked, timeout=timeout_s))
         except GetTimeoutError:
-            return ProcessStatus("starting its process" if self._group.wait(0) else WAITING)
+            if self._last.stage == WAITING and self._group.wait(_PLACED_TIMEOUT_S):
+                self._last = ProcessStatus("starting its process")
+            return self._last
         except ActorUnavailableError:  # perhaps not for long; Ray says when it is
             status = ProcessStatus("out of reach")
         except RayTaskError as error:
             raise self._cause(error) from None
         except RayActorError as error:
             raise Unavailable(f"{self.spec.name} died: {error}; {self._log}") from None
-        self._asked = None
+        self._asked, self._last = None, status
         return status
 
     def missing_room(self) -> str:

@@ -34,7 +34,7 @@ class ProcessSpec:
 
 
 def fleet(
-    settings: Settings, num_prefill: int, num_decode: int, *, port: int, http_port: int
+    settings: Settings, num_prefill: int, num_decode: int, port: int, http_port: int
 ) -> list[ProcessSpec]:
     """A router, which serves at these ports (0: any free one), and workers."""
     ports = {
