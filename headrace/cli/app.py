@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
@@ -142,7 +141,7 @@ def up(
         )
         stack.callback(announce(running, cache_dir, cluster_name).unlink, missing_ok=True)
         _describe(running, cluster.logs)
-        _wait_for_signal()
+        _serve_until_signal(cluster)
 
 
 def _cluster(
@@ -170,6 +169,15 @@ def _cluster(
     return RayCluster(
         settings, ray_address, num_prefill=num_prefill, num_decode=num_decode, ports=ports, on_stage=on_stage
     )
+
+
+@app.command()
+def restart(config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Restart the workers of `headrace up` one by one while the others serve, after an update for example."""
+    from headrace.cli.restart import restart_workers
+
+    settings = settings_from(config, assignments)
+    restart_workers(settings)
 
 
 @app.command()
@@ -416,7 +424,15 @@ def _stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
-def _wait_for_signal() -> None:
+def _serve_until_signal(cluster: LocalCluster | RayCluster) -> None:
+    """Ctrl-C or SIGTERM ends it; SIGHUP restarts the workers one by one."""
     _stop_on_sigterm()  # Ray has put its own handler there
+    asked_to_restart: SimpleQueue[None] = SimpleQueue()
+    signal.signal(signal.SIGHUP, lambda signum, frame: asked_to_restart.put(None))
     with suppress(KeyboardInterrupt):
-        threading.Event().wait()
+        while True:
+            asked_to_restart.get()
+            try:
+                cluster.restart()
+            except HeadraceError as error:  # those whose turn had not come serve on
+                _print_error(error)

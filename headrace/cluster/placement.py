@@ -94,7 +94,7 @@ class PlacedProcess:
         except RayTaskError as error:
             raise self._cause(error) from None
         except RayActorError as error:
-            raise Unavailable(f"{self.spec.name} died: {error}; {self._log}") from None
+            raise Unavailable(f"{self.spec.name} died: {_brief(error)}; {self._log}") from None
         self._asked, self._last = None, status
         return status
 
@@ -220,6 +220,11 @@ def _least_used(needed: Resources, others: Iterable[PlacedProcess]) -> str:
     used = Counter(process.machine for process in others)
     fitting = [node["NodeID"] for node in machines() if _fits(needed, node["Resources"])]
     return min(fitting, key=lambda node_id: used[node_id], default="")
+
+
+def _brief(error: RayActorError) -> str:
+    """In one line, without Ray's advice."""
+    return " ".join(str(error).partition("Some common causes")[0].split())
 
 
 def _fits(needed: Mapping[str, float], available: Mapping[str, float]) -> bool:

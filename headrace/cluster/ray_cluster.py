@@ -36,7 +36,9 @@ log = structlog.get_logger()
 _CONNECT_TIMEOUT_S = 5.0
 _LOOK_TIMEOUT_S = 30.0
 # Ray never sends a token to an address that it was told, unless that is asked for; it then says nothing of tokens.
-_TOKEN_HINT = "; if it asks for a token, as Ray does by default: set RAY_AUTH_MODE=token, and see `ray get-auth-token`"
+_TOKEN_HINT = (
+    "; if it asks for a token, as Ray does by default: set RAY_AUTH_MODE=token, and see `ray get-auth-token`"
+)
 _MAX_LOOKED_AT = 64  # machines; the others are like them
 
 

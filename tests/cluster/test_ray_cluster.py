@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
+import re
 import signal
-from pathlib import Path
 
 import pytest
 
 from headrace.cluster.redis_server import RedisServer
+from headrace.config import DirectorySettings
+from headrace.directory.redis_directory import RedisDirectory
+from tests.support.directory_samples import record
 from tests.support.processes import ask, eventually, tokens
-from tests.support.ray_machines import ENVIRONMENT, Launcher, RayMachines
+from tests.support.ray_machines import Launcher, RayMachines
 from tests.support.tiny_llama import write_tiny_llama
 
 PROMPT = [3 + (7 * i) % 200 for i in range(200)]
@@ -61,3 +64,64 @@ def test_serves_and_leaves_nothing(ray_machines, arguments, tmp_path, signum):
         assert processes_of_ours(ray_machines) == 3
         assert up.end(signum) == 0
     eventually(lambda: not processes_of_ours(ray_machines), "its actors have ended", timeout_s=20)
+
+
+@pytest.mark.timeout(240)
+def test_through_rays_client(ray_machines, arguments, tmp_path):
+    """From a machine that is none of Ray's."""
+    address = f"ray://127.0.0.1:{ray_machines.client_port}"
+    with Launcher(tmp_path, "--address", address, *arguments) as up:
+        assert len(tokens(ask(up.wait_until_serving(), PROMPT, max_tokens=5))) == 5
+        assert up.end(signal.SIGINT) == 0
+    eventually(lambda: not processes_of_ours(ray_machines), "its actors have ended", timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "words"),
+    [
+        (["--address", "127.0.0.1:1"], 1, "no Ray at 127.0.0.1:1: .*refused"),
+        (
+            ["--address", "nonsense"],
+            2,
+            "--address: 'nonsense' is not allowed; auto, HOST:PORT or ray://HOST:PORT",
+        ),
+        (["--set", "security.allow_insecure=false"], 2, "rpc.host: .*no TLS between processes"),
+        (
+            ["--set", "directory.url=redis://127.0.0.1:1/0"],
+            1,
+            "machine .*directory at redis://127.0.0.1:1/0: .*refused",
+        ),
+        (
+            ["--decode", "5"],
+            1,
+            "7 processes can not be placed: together they need 6.01 CPU, the cluster has 3",
+        ),
+        (
+            ["--set", "ray.decode.GPU=1"],
+            1,
+            "decode-0 can not be placed: it needs 1 GPU, the largest machine has 0",
+        ),
+        (["--model", "/nowhere/model.gguf"], 1, "/nowhere/model.gguf"),
+    ],
+)
+def test_what_can_not_work_is_refused_and_named(ray_machines, arguments, tmp_path, more, status, words):
+    with Launcher(tmp_path, "--address", ray_machines.address, *arguments, *more) as up:
+        assert up.wait() == status, up.text
+        assert re.search(words, up.text.splitlines()[-1]), up.text
+    eventually(lambda: not processes_of_ours(ray_machines), "its actors have ended", timeout_s=20)
+
+
+def test_two_of_one_name_are_refused(ray_machines, arguments, tmp_path, redis):
+    """The first is another launcher's, on a machine whose files we do not see."""
+    name = arguments[arguments.index(f"directory.cluster={tmp_path.name}")].partition("=")[2]
+    settings = DirectorySettings(url=redis.url, cluster=name, worker_ttl_s=60.0)
+
+    async def register():
+        directory = RedisDirectory(settings)
+        await directory.register(record(worker_id="decode-0"), 1, {}, take_over=True)
+        await directory.close()
+
+    asyncio.run(register())
+    with Launcher(tmp_path, "--address", ray_machines.address, *arguments) as up:
+        assert up.wait() == 2, up.text
+        assert "directory.cluster" in up.text and "decode-0 at redis://" in up.text
