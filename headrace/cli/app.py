@@ -8,6 +8,7 @@ import signal
 import sys
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -139,9 +140,10 @@ def up(
         running = RunningCluster(
             cluster.router_address, cluster.directory_url, os.getpid(), cluster.http_address
         )
+        restart_requests = _restart_requests()
         stack.callback(announce(running, cache_dir, cluster_name).unlink, missing_ok=True)
         _describe(running, cluster.logs)
-        _serve_until_signal(cluster)
+        _serve_until_signal(cluster, restart_requests)
 
 
 def _cluster(
@@ -424,14 +426,19 @@ def _stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
-def _serve_until_signal(cluster: LocalCluster | RayCluster) -> None:
-    """Ctrl-C or SIGTERM ends it; SIGHUP restarts the workers one by one."""
+def _restart_requests() -> SimpleQueue[None]:
+    """Gets an entry for each `headrace restart`."""
+    requests: SimpleQueue[None] = SimpleQueue()
+    signal.signal(signal.SIGUSR1, lambda signum, frame: requests.put(None))
+    return requests
+
+
+def _serve_until_signal(cluster: LocalCluster | RayCluster, restart_requests: SimpleQueue[None]) -> None:
+    """Until Ctrl-C or SIGTERM."""
     _stop_on_sigterm()  # Ray has put its own handler there
-    asked_to_restart: SimpleQueue[None] = SimpleQueue()
-    signal.signal(signal.SIGHUP, lambda signum, frame: asked_to_restart.put(None))
     with suppress(KeyboardInterrupt):
         while True:
-            asked_to_restart.get()
+            restart_requests.get()
             try:
                 cluster.restart()
             except HeadraceError as error:  # those whose turn had not come serve on

@@ -32,7 +32,7 @@ async def _restart(running: RunningCluster, settings: DirectorySettings, one_s: 
     directory = RedisDirectory(settings)
     try:
         old = await _incarnations(directory)
-        os.kill(running.pid, signal.SIGHUP)
+        os.kill(running.pid, signal.SIGUSR1)
         started_at = last_at = time.monotonic()
         pending = set(old)
         while pending:
