@@ -70,7 +70,7 @@ class Keeper:
         Raises what a start raised, Unavailable naming what has no place and what is free, or DeadlineExceeded naming
         who is late and in which stage. Call `stop` then, too.
         """
-        placement.check_feasible([slot.spec for slot in self._slots])
+        placement.check_feasible([slot.spec for slot in self._slots], placement.capacities())
         for slot in self._slots:
             self._place(slot)
         self._wait_until_serving(self._slots)
@@ -184,7 +184,7 @@ class Keeper:
     def _stand_in(self, spec: ProcessSpec) -> _Slot:
         slot = _Slot(replace(spec, name=f"{spec.name}{_STAND_IN}"))
         try:
-            placement.check_feasible([slot.spec])
+            placement.check_feasible([slot.spec], placement.capacities())
             self._place(slot)
             self._wait_until_serving([slot])
         except BaseException:

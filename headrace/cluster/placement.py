@@ -151,9 +151,15 @@ def machines() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def check_feasible(specs: Sequence[ProcessSpec]) -> None:
-    """Raises Unavailable naming the resource that is missing, if the machines could not hold all even when idle."""
-    nodes = [node["Resources"] for node in machines()]
+def capacities() -> list[Resources]:
+    """What each of them has, used or not."""
+    return [node["Resources"] for node in machines()]
+
+
+def check_feasible(specs: Sequence[ProcessSpec], nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raises Unavailable naming the resource that is missing, if machines with these resources could not hold all
+    even when idle.
+    """
     together: Resources = {}
     for spec in specs:
         needed = _sum(bundles(spec))

@@ -32,6 +32,10 @@ class ProcessSpec:
     log_file: Path | None = None
     beyond_loopback: bool = False  # others are on other machines: it listens at its own machine's address
 
+    @property
+    def part(self) -> Part:
+        return Part.ROUTER if self.kind == "router" else Part.WORKER
+
 
 def fleet(
     settings: Settings, num_prefill: int, num_decode: int, port: int, http_port: int
@@ -50,8 +54,7 @@ def fleet(
 
 def check(spec: ProcessSpec) -> list[str]:
     """What of it is not protected. Raises InvalidRequest where that is not allowed."""
-    part = Part.ROUTER if spec.kind == "router" else Part.WORKER
-    return check_exposure(spec.settings, part, spec.name)
+    return check_exposure(spec.settings, spec.part, spec.name)
 
 
 def prepare(spec: ProcessSpec) -> None:

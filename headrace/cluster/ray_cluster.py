@@ -23,10 +23,10 @@ import structlog
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from headrace.cluster.exposure import is_loopback
+from headrace.cluster.exposure import check_hosts, is_loopback
 from headrace.cluster.keeper import Keeper, OnStage
-from headrace.cluster.placement import check_feasible, machines, reachable
-from headrace.cluster.process import check, fleet
+from headrace.cluster.placement import capacities, check_feasible, machines, reachable
+from headrace.cluster.process import fleet
 from headrace.config import DirectorySettings, Settings
 from headrace.directory.redis_directory import RedisDirectory, shown_url
 from headrace.errors import HeadraceError, InvalidRequest, Unavailable
@@ -99,7 +99,7 @@ class RayCluster:
         self._cleanup.callback(ray.shutdown)
         connect(self._address)
         self._on_stage("ray", "serving")
-        check_feasible(self._specs)
+        check_feasible(self._specs, capacities())
         node_ips = {node["NodeManagerAddress"] for node in machines()}
         self._check_exposure(node_ips)
         self._check_directory(node_ips)
@@ -107,10 +107,10 @@ class RayCluster:
         self._keeper.start()
 
     def _check_exposure(self, node_ips: set[str]) -> None:
-        """Here, before anything is placed."""
+        """Before anything is placed; each process looks at its certificate itself, on its machine."""
         for spec in self._specs:
             for node_ip in node_ips:
-                check(replace(spec, settings=reachable(spec.settings, node_ip)))
+                check_hosts(reachable(spec.settings, node_ip), spec.part)
 
     def _check_directory(self, node_ips: set[str]) -> None:
         """That all machines reach it, and nobody has our names there."""
