@@ -165,13 +165,14 @@ def check_feasible(specs: Sequence[ProcessSpec], nodes: Sequence[Mapping[str, fl
         needed = _sum(bundles(spec))
         _check_alone(spec.name, needed, nodes)
         together = _sum([together, needed])
-    for resource, amount in together.items():
-        there = sum(node.get(resource, 0.0) for node in nodes)
-        if there < amount:
-            raise Unavailable(
-                f"{len(specs)} processes can not be placed: together they need {amount:g} {resource},"
-                f" the cluster has {there:g} ({_shown(_sum(nodes))})"
-            )
+    there = _sum(nodes)
+    missing = [
+        f"they need {amount:g} {resource}, the cluster has {there.get(resource, 0.0):g}"
+        for resource, amount in together.items()
+        if there.get(resource, 0.0) < amount
+    ]
+    if missing:
+        raise Unavailable(f"{len(specs)} processes can not be placed: together {'; '.join(missing)}")
 
 
 def _check_alone(name: str, needed: Resources, nodes: Sequence[Mapping[str, float]]) -> None:
