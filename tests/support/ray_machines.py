@@ -85,6 +85,13 @@ class RayMachines:
         text = self.machines[0].log.read_text()
         return text.partition("Local node IP: ")[2].split()[0]
 
+    def logged(self, words: str) -> list[str]:
+        """Lines with these words in what the actors wrote, of all machines."""
+        files = self._folder.glob("session_latest/logs/worker-*")
+        return [
+            line for file in files for line in file.read_text(errors="replace").splitlines() if words in line
+        ]
+
     def add(self, num_cpus: float, resources: str = "{}") -> Machine:
         """Returns once it takes part. `resources`: more of them, as JSON."""
         if self.machines:
