@@ -37,7 +37,7 @@ _NOT_PLACED = ProcessStatus("not placed")
 OnStage = Callable[[str, str], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     """One process over its lives. Whoever holds the lock looks after it."""
 
@@ -51,7 +51,7 @@ class _Slot:
 
 
 class Keeper:
-    """`start`, any number of `restart`, `stop`."""
+    """`start`, any number of `add`, `remove` and `restart`, `stop`."""
 
     def __init__(
         self, specs: Sequence[ProcessSpec], settings: Settings, on_stage: OnStage = lambda name, stage: None
@@ -77,7 +77,25 @@ class Keeper:
         self._thread.start()
 
     def status(self, name: str) -> ProcessStatus:
-        return next(slot.status for slot in self._slots if slot.spec.name == name)
+        return self._slot(name).status
+
+    def names(self) -> set[str]:
+        return {slot.spec.name for slot in self._slots}
+
+    def add(self, spec: ProcessSpec) -> None:
+        """Place one more. Returns while it starts. Raises Unavailable naming what the cluster lacks for it."""
+        placement.check_feasible([spec], placement.capacities())
+        slot = _Slot(spec)
+        with slot.lock:
+            self._place(slot)
+            self._slots.append(slot)
+
+    def remove(self, name: str) -> None:
+        """Drain it, end it, give its place back."""
+        slot = self._slot(name)
+        with slot.lock:
+            self._slots.remove(slot)
+            self._end(slot)
 
     def restart(self) -> None:
         """Each worker in turn: drained, and in its place a new one that serves before the next one's turn.
@@ -88,6 +106,8 @@ class Keeper:
         workers = [slot for slot in self._slots if slot.spec.kind != "router"]
         for slot in workers:
             with slot.lock, ExitStack() as stack:
+                if slot not in self._slots:  # removed meanwhile
+                    continue
                 if slot.spec.kind != "prefill" and not self._others_decode(slot):
                     stack.callback(self._end, self._stand_in(slot.spec))
                 self._end(slot)
@@ -108,7 +128,7 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_AFTER_S):
-            for slot in self._slots:
+            for slot in tuple(self._slots):
                 if slot.lock.acquire(blocking=False):
                     try:
                         self._look_after(slot)
@@ -119,7 +139,12 @@ class Keeper:
                     finally:
                         slot.lock.release()
 
+    def _slot(self, name: str) -> _Slot:
+        return next(slot for slot in self._slots if slot.spec.name == name)
+
     def _look_after(self, slot: _Slot) -> None:
+        if slot not in self._slots:  # removed since this round began
+            return
         if slot.placed is None:
             if time.monotonic() >= slot.retry_at:
                 self._place(slot)

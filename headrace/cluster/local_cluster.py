@@ -20,14 +20,16 @@ import ray
 import structlog
 
 from headrace.cluster.keeper import Keeper, OnStage
-from headrace.cluster.process import ProcessSpec, check, fleet
+from headrace.cluster.process import ProcessSpec, check, fleet, next_worker
 from headrace.cluster.reaper import Reaper
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import Settings
+from headrace.directory.records import Role
 from headrace.errors import Unavailable
 
 log = structlog.get_logger()
 
+_SHARED_CPU = 0.01  # what Ray counts of a process that has none of its own
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
 
 
@@ -69,17 +71,17 @@ class LocalCluster:
     def _start(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))
         self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        reaper = Reaper(str(self.folder))
+        reaper = self._reaper = Reaper(str(self.folder))
         self._cleanup.callback(reaper.close)
         self._on_stage("directory", "starting")
         server = self._cleanup.enter_context(RedisServer(secrets.token_urlsafe(24)))
         self.directory_url = server.url
         self._on_stage("directory", "serving")
         self._start_ray(reaper)
-        self._specs = self._make_specs()
-        for spec in self._specs:
+        specs = self._make_specs()
+        for spec in specs:
             check(spec)
-        self._keeper = Keeper(self._specs, self._settings, self._on_stage)
+        self._keeper = Keeper(specs, self._settings, self._on_stage)
         self._cleanup.callback(self._keeper.stop)
         reaper.watch_children()
         self._keeper.start()
@@ -101,8 +103,26 @@ class LocalCluster:
     @property
     def worker_addresses(self) -> dict[str, str]:
         """Of those that serve now."""
-        statuses = {spec.name: self._keeper.status(spec.name) for spec in self._specs[1:]}
+        statuses = {name: self._keeper.status(name) for name in sorted(self.worker_names())}
         return {name: status.address for name, status in statuses.items() if status.address}
+
+    def worker_names(self) -> set[str]:
+        return self._keeper.names() - {"router"}
+
+    def add_worker(self, role: Role) -> str:
+        """Place one more; it shares cores with the others. Returns its name while it starts. Raises Unavailable."""
+        spec = next_worker(self._worker_settings(), role, self.worker_names())
+        shared = spec.settings.ray.model_copy(update={spec.kind: {"CPU": _SHARED_CPU}})
+        settings = spec.settings.model_copy(update={"ray": shared})
+        spec = replace(spec, settings=settings, log_file=self.folder / "logs" / f"{spec.name}.log")
+        check(spec)
+        self._keeper.add(spec)
+        self._reaper.watch_children()
+        return spec.name
+
+    def remove_worker(self, name: str) -> None:
+        """Drain it, end it, and give its place back."""
+        self._keeper.remove(name)
 
     def restart(self) -> None:
         """Every worker, one after the other, while the others serve. Raises as the start does."""
@@ -117,13 +137,15 @@ class LocalCluster:
         start_ray(sum(self._sizes) + 2, self.folder / "ray", before_retry=reaper.watch_children)
         self._on_stage("ray", "serving")
 
+    def _worker_settings(self) -> Settings:
+        directory = self._settings.directory.model_copy(update={"url": self.directory_url})
+        return self._settings.model_copy(update={"directory": directory})
+
     def _make_specs(self) -> list[ProcessSpec]:
         logs = self.folder / "logs"
         logs.mkdir()
-        directory = self._settings.directory.model_copy(update={"url": self.directory_url})
-        settings = self._settings.model_copy(update={"directory": directory})
         num_prefill, num_decode = self._sizes
-        specs = fleet(settings, num_prefill, num_decode, *self._ports)
+        specs = fleet(self._worker_settings(), num_prefill, num_decode, *self._ports)
         shares = [(), *core_shares(sorted(os.sched_getaffinity(0)), len(specs) - 1)]
         return [
             replace(spec, cores=cores, log_file=logs / f"{spec.name}.log")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ import structlog
 from headrace.cluster.exposure import check_exposure
 from headrace.cluster.hosted import Report, Runnable
 from headrace.config import Settings
+from headrace.directory.records import Role
 from headrace.rpc.tls import Part
 from headrace.telemetry import configure_logging
 
@@ -52,6 +54,12 @@ def fleet(
     ]
 
 
+def next_worker(settings: Settings, role: Role, names: Collection[str]) -> ProcessSpec:
+    """One more, with the first number that none of `names` has."""
+    numbered = (f"{role}-{number}" for number in itertools.count())
+    return ProcessSpec(next(name for name in numbered if name not in names), role.value, settings)
+
+
 def check(spec: ProcessSpec) -> list[str]:
     """What of it is not protected. Raises InvalidRequest where that is not allowed."""
     return check_exposure(spec.settings, spec.part, spec.name)
@@ -79,7 +87,6 @@ def build(spec: ProcessSpec, report: Report) -> Runnable:
         return Router(spec.settings)
     report("importing torch")
     from headrace.cluster.worker_process import WorkerProcess
-    from headrace.directory.records import Role
 
     return WorkerProcess(spec.settings, Role(spec.kind), spec.name, report)
 

@@ -26,8 +26,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from headrace.cluster.exposure import check_hosts, is_loopback
 from headrace.cluster.keeper import Keeper, OnStage
 from headrace.cluster.placement import capacities, check_feasible, machines, reachable
-from headrace.cluster.process import fleet
+from headrace.cluster.process import fleet, next_worker
 from headrace.config import DirectorySettings, Settings
+from headrace.directory.records import Role
 from headrace.directory.redis_directory import RedisDirectory, shown_url
 from headrace.errors import HeadraceError, InvalidRequest, Unavailable
 
@@ -89,6 +90,19 @@ class RayCluster:
     @property
     def logs(self) -> str:
         return "with Ray's, on each machine: ray logs cluster"
+
+    def worker_names(self) -> set[str]:
+        return self._keeper.names() - {"router"}
+
+    def add_worker(self, role: Role) -> str:
+        """Place one more. Returns its name while it starts. Raises Unavailable."""
+        spec = replace(next_worker(self._settings, role, self.worker_names()), beyond_loopback=True)
+        self._keeper.add(spec)
+        return spec.name
+
+    def remove_worker(self, name: str) -> None:
+        """Drain it, end it, and give its place back."""
+        self._keeper.remove(name)
 
     def restart(self) -> None:
         """Every worker, one after the other, while the others serve. Raises as the start does."""

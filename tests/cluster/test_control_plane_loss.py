@@ -58,12 +58,15 @@ class Blows:
 
     @contextmanager
     def blow(self, name):
-        before, errors = self.load.num_right, len(self.load.errors)
+        before, errors, began_at = self.load.num_right, len(self.load.errors), time.monotonic()
         yield
         goal = self.load.num_right + ENOUGH
         eventually(lambda: self.load.num_right >= goal, f"answers after: {name}; {self.load.figures()}")
         right, failed = self.load.num_right - before, len(self.load.errors) - errors
-        self.figures.append(f"{name}: {right} right answers, {failed} errors, {len(self.load.wrong)} wrong")
+        self.figures.append(
+            f"{name}: {right} right answers in {time.monotonic() - began_at:.0f} s, {failed} errors,"
+            f" {len(self.load.wrong)} wrong"
+        )
 
 
 @pytest.mark.nightly

@@ -206,6 +206,21 @@ def test_ra01_one_that_can_not_live_is_started_ever_more_rarely(two_cpus, settin
         eventually(lambda: stages.told["a"][-1] == "serving", "it serves again", timeout_s=60)
 
 
+def test_one_more_is_kept_like_the_others_until_it_is_removed(two_cpus, settings, tmp_path):
+    stages = Stages()
+    with kept(settings, tmp_path, "a", stages=stages) as keeper:
+        keeper.start()
+        keeper.add(ProcessSpec("b", "router", settings, (), tmp_path / "b.log"))
+        eventually(lambda: stages.told["b"][-1] == "serving", "it serves", timeout_s=60)
+        keeper.remove("b")
+        assert keeper.names() == {"a"}
+        assert stages.told["b"][-1] == "ended"
+        eventually(lambda: len(actors()) == 1, "its process has ended", timeout_s=20)
+        with pytest.raises(Unavailable, match="it needs 3 CPU, the largest machine has 2"):
+            keeper.add(ProcessSpec("c", "router", changed(settings, router={"CPU": 3.0})))
+        assert keeper.names() == {"a"}
+
+
 def test_ra01_a_start_that_fails_says_why(two_cpus, settings, tmp_path):
     missing = settings.model_copy(
         update={"model": settings.model.model_copy(update={"ref": "/nowhere/model.gguf"})}

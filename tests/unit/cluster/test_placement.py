@@ -5,9 +5,10 @@ import pickle
 import pytest
 
 from headrace.cluster.placement import bundles, check_feasible, reachable
-from headrace.cluster.process import fleet
+from headrace.cluster.process import fleet, next_worker
 from headrace.cluster.ray_cluster import RayCluster, connect
 from headrace.config import Settings
+from headrace.directory.records import Role
 from headrace.errors import InvalidRequest, Unavailable
 
 WANTED = {"prefill": {"GPU": 1, "prefill": 1}, "decode": {"GPU": 2, "decode": 0.5}, "router": {"CPU": 0.5}}
@@ -102,3 +103,13 @@ def test_where_no_ray_listens_that_is_said_at_once(address):
 def test_an_address_has_a_host_and_a_port(address):
     with pytest.raises(InvalidRequest, match=r"--address: .* auto, HOST:PORT or ray://HOST:PORT"):
         connect(address)
+
+
+def test_one_more_worker_gets_the_first_free_name():
+    for role, names, expected in (
+        (Role.DECODE, set(), "decode-0"),
+        (Role.DECODE, {"decode-0", "decode-2", "prefill-1"}, "decode-1"),
+        (Role.PREFILL, {"prefill-0"}, "prefill-1"),
+    ):
+        spec = next_worker(Settings(), role, names)
+        assert (spec.name, spec.kind) == (expected, role)
