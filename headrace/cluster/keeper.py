@@ -21,7 +21,7 @@ from headrace.cluster import placement
 from headrace.cluster.placement import WAITING, PlacedProcess, ProcessStatus
 from headrace.cluster.process import ProcessSpec
 from headrace.config import Settings
-from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.errors import DeadlineExceeded, HeadraceError, NotFound, Unavailable
 
 log = structlog.get_logger()
 
@@ -103,16 +103,12 @@ class Keeper:
         The only one that decodes gets a stand-in for that time. Raises as `start`; those whose turn had not come
         serve on.
         """
-        workers = [slot for slot in self._slots if slot.spec.kind != "router"]
-        for slot in workers:
-            with slot.lock, ExitStack() as stack:
-                if slot not in self._slots:  # removed meanwhile
-                    continue
-                if slot.spec.kind != "prefill" and not self._others_decode(slot):
-                    stack.callback(self._end, self._stand_in(slot.spec))
-                self._end(slot)
-                self._place(slot)
-                self._wait_until_serving([slot])
+        for slot in [slot for slot in self._slots if slot.spec.kind != "router"]:
+            with slot.lock:
+                try:
+                    self._renew(slot)
+                except RayError as error:
+                    raise Unavailable(f"{slot.spec.name} not restarted: {error}") from error
 
     def stop(self) -> None:
         """Drain all, and give their places back."""
@@ -140,7 +136,20 @@ class Keeper:
                         slot.lock.release()
 
     def _slot(self, name: str) -> _Slot:
-        return next(slot for slot in self._slots if slot.spec.name == name)
+        for slot in self._slots:
+            if slot.spec.name == name:
+                return slot
+        raise NotFound(f"no process {name!r} here")
+
+    def _renew(self, slot: _Slot) -> None:
+        with ExitStack() as stack:
+            if slot not in self._slots:  # removed meanwhile
+                return
+            if slot.spec.kind != "prefill" and not self._others_decode(slot):
+                stack.callback(self._end, self._stand_in(slot.spec))
+            self._end(slot)
+            self._place(slot)
+            self._wait_until_serving([slot])
 
     def _look_after(self, slot: _Slot) -> None:
         if slot not in self._slots:  # removed since this round began
@@ -157,7 +166,7 @@ class Keeper:
     def _failed(self, slot: _Slot, error: HeadraceError) -> None:
         lived_well = slot.status.address is not None and time.monotonic() - slot.since > _GOOD_LIFE_S
         slot.num_failures = 1 if lived_well else slot.num_failures + 1
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (slot.num_failures - 1))
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(slot.num_failures - 1, 16))
         slot.retry_at = time.monotonic() + pause_s
         log.error("process ended", process=slot.spec.name, starts_anew_in_s=pause_s, error=str(error))
         self._remove(slot)

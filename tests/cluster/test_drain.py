@@ -60,7 +60,7 @@ def fleet(tmp_path):
             fleet.stop()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_processes_told_to_end_under_load_lose_nothing(fleet):
     """The prefill worker, one of two decode workers, the router: each has work, and finishes it."""
     with load_on(fleet.router.address, num_clients=6) as load:

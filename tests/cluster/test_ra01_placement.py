@@ -161,8 +161,15 @@ class Blocker:
 
 
 def test_ra01_an_actor_killed_while_it_starts_surfaces(two_cpus, settings, tmp_path):
+    os.mkfifo(tmp_path / "a.log")  # nobody reads it: the start stops where its log is opened
+
+    def kill():
+        eventually(actors, "the process is there", timeout_s=30)
+        for process in actors():
+            process.kill()
+
     stages = Stages()
-    stages.calls["starting"] = lambda: [process.kill() for process in actors()]
+    stages.calls["starting"] = kill
     died = pytest.raises(Unavailable, match=r"a died: .*log: .*a\.log")
     with kept(settings, tmp_path, "a", stages=stages) as keeper, died:
         keeper.start()

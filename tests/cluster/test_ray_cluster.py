@@ -55,7 +55,7 @@ def processes_of_ours(machines: RayMachines) -> int:
     return sum(len(machine.processes("ray::ProcessActor")) for machine in machines.machines)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_serves_and_leaves_nothing(ray_machines, arguments, tmp_path, signum):
     with Launcher(tmp_path, "--address", ray_machines.address, *arguments) as up:
@@ -84,7 +84,7 @@ def _check_settings(machines, arguments) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_through_rays_client(ray_machines, arguments, tmp_path):
     """From a machine that is none of Ray's."""
     address = f"ray://127.0.0.1:{ray_machines.client_port}"

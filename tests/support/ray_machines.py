@@ -17,7 +17,7 @@ import psutil
 from tests.support.processes import HEADRACE, eventually, free_port
 
 _RAY = Path(sys.executable).parent / "ray"
-_START_TIMEOUT_S = 90.0
+_START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
 ENVIRONMENT = {
     **os.environ,
@@ -158,7 +158,7 @@ class Launcher:
 
     def wait_until_serving(self) -> str:
         """Returns the router's address."""
-        eventually(self._serves, f"headrace up serves: {self.text[-3000:]}", timeout_s=100)
+        eventually(self._serves, f"headrace up serves: {self.text[-3000:]}", timeout_s=180)
         return self.text.partition("router     ")[2].split()[0]
 
     def _serves(self) -> bool:
