@@ -240,6 +240,25 @@ class SecuritySettings(_Section):
         return self
 
 
+_Resources = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+
+
+class RaySettings(_Section):
+    """What `headrace up` reserves, by Ray's names of resources: CPU, GPU, accelerator_type:H100, or one of your own."""
+
+    prefill: _Resources = Field(default={"CPU": 1.0}, description="for each rank of a prefill worker")
+    decode: _Resources = Field(default={"CPU": 1.0}, description="for each rank of a decode worker")
+    router: _Resources = Field(
+        default={"CPU": 0.01}, description="for a router; by default it shares what is idle"
+    )
+    place_timeout_s: Seconds = Field(
+        default=120.0, description="a process waits this long for others to free its place"
+    )
+    start_timeout_s: Seconds = Field(
+        default=600.0, description="from its place to serving: fetching and loading the model, too"
+    )
+
+
 class TelemetrySettings(_Section):
     """What a process tells about itself."""
 
@@ -433,6 +452,7 @@ class Settings(_Section):
     http: HttpSettings = HttpSettings()
     planner: PlannerSettings = PlannerSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    ray: RaySettings = RaySettings()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def describe(self) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -36,7 +36,7 @@ from headrace.cli.options import (
     router_address,
     settings_from,
 )
-from headrace.cli.progress import cluster_progress, console, obtain_model, output
+from headrace.cli.progress import OnStage, cluster_progress, console, obtain_model, output
 from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
@@ -46,6 +46,10 @@ from headrace.errors import Code, HeadraceError, InvalidRequest
 from headrace.model_store import list_models, resolve
 from headrace.rpc.v1 import inference_pb2
 from headrace.tokenizer import ChatMessage
+
+if TYPE_CHECKING:
+    from headrace.cluster.local_cluster import LocalCluster
+    from headrace.cluster.ray_cluster import RayCluster
 
 app = typer.Typer(
     help="LLM serving with prefill and decode on separate pools.",
@@ -111,12 +115,19 @@ def up(
             "--planner", help="Change roles, and the number of workers within planner.min_… and max_…."
         ),
     ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="auto|HOST:PORT|ray://HOST:PORT",
+            help="On the machines of a Ray that runs already. Default: a Ray of its own, on this machine.",
+            show_default=False,
+        ),
+    ] = None,
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Keep a cluster running on this machine until Ctrl-C."""
-    from headrace.cluster.local_cluster import LocalCluster
-
+    """Keep a cluster running until Ctrl-C, on this machine or on those of a Ray cluster."""
     settings = settings_from(config, assignments, model)
     cluster_name, cache_dir = settings.directory.cluster, settings.model.cache_dir
     running = find_running(cache_dir, cluster_name)
@@ -128,29 +139,62 @@ def up(
             " stop it or take another name",
         )
     _stop_on_sigterm()
-    obtain_model(settings.model.ref, cache_dir)
+    if ray_address is None:
+        obtain_model(settings.model.ref, cache_dir)
     with ExitStack() as stack:
         with cluster_progress() as on_stage:
-            cluster = LocalCluster(
-                settings,
-                num_prefill=prefill,
-                num_decode=decode,
-                port=port,
-                http_port=http_port,
-                on_stage=on_stage,
-            )
+            cluster = _cluster(settings, ray_address, (prefill, decode), (port, http_port), on_stage)
             stack.enter_context(cluster)
         stack.callback(console.print, "[dim]draining and stopping[/]")
         running = RunningCluster(
             cluster.router_address, cluster.directory_url, os.getpid(), cluster.http_address
         )
+        restart_requests = _restart_requests()
         stack.callback(announce(running, cache_dir, cluster_name).unlink, missing_ok=True)
         if with_planner:
             from headrace.cli.planner import planner_of
 
-            stack.enter_context(planner_of(of_running_cluster(settings), cluster, cluster.folder / "logs"))
-        _describe(running, cluster.folder / "logs")
-        _wait_for_signal()
+            # On other machines nothing is written where this process runs.
+            log_file = Path(cluster.logs) / "planner.log" if ray_address is None else None
+            stack.enter_context(planner_of(of_running_cluster(settings), cluster, log_file))
+        _describe(running, cluster.logs)
+        _serve_until_signal(cluster, restart_requests)
+
+
+def _cluster(
+    settings: Settings,
+    ray_address: str | None,
+    sizes: tuple[int, int],
+    ports: tuple[int, int],
+    on_stage: OnStage,
+) -> LocalCluster | RayCluster:
+    """Not started. Imports Ray, which the other commands do not need."""
+    num_prefill, num_decode = sizes
+    if ray_address is None:
+        from headrace.cluster.local_cluster import LocalCluster
+
+        return LocalCluster(
+            settings,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            port=ports[0],
+            http_port=ports[1],
+            on_stage=on_stage,
+        )
+    from headrace.cluster.ray_cluster import RayCluster
+
+    return RayCluster(
+        settings, ray_address, num_prefill=num_prefill, num_decode=num_decode, ports=ports, on_stage=on_stage
+    )
+
+
+@app.command()
+def restart(config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Restart the workers of `headrace up` one by one while the others serve, after an update for example."""
+    from headrace.cli.restart import restart_workers
+
+    settings = settings_from(config, assignments)
+    restart_workers(settings)
 
 
 @app.command()
@@ -479,7 +523,7 @@ def _read_line() -> str:
         return ""
 
 
-def _describe(running: RunningCluster, logs: Path) -> None:
+def _describe(running: RunningCluster, logs: str) -> None:
     console.print(f"\n{_router_line(running)}", highlight=False)
     console.print(f"directory  {shown_url(running.directory_url)}\nlogs       {logs}", highlight=False)
     console.print("[dim]In another terminal: headrace chat. Ctrl-C stops it.[/]")
@@ -499,7 +543,20 @@ def _stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
-def _wait_for_signal() -> None:
+def _restart_requests() -> SimpleQueue[None]:
+    """Gets an entry for each `headrace restart`."""
+    requests: SimpleQueue[None] = SimpleQueue()
+    signal.signal(signal.SIGUSR1, lambda signum, frame: requests.put(None))
+    return requests
+
+
+def _serve_until_signal(cluster: LocalCluster | RayCluster, restart_requests: SimpleQueue[None]) -> None:
+    """Until Ctrl-C or SIGTERM."""
     _stop_on_sigterm()  # Ray has put its own handler there
     with suppress(KeyboardInterrupt):
-        threading.Event().wait()
+        while True:
+            restart_requests.get()
+            try:
+                cluster.restart()
+            except HeadraceError as error:  # those whose turn had not come serve on
+                _print_error(error)
