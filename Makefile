@@ -4,18 +4,24 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types format protos chart clean
+.PHONY: help setup demo test test-cluster test-nightly check lint types format protos chart clean
 
 help: ## Show these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## Install Headrace and its tools into .venv; instant when nothing changed
 
 demo: $(INSTALLED) ## Start a cluster on this machine, stream answers from it, show what moved
 	@$(BIN)/headrace demo
 
-test: $(INSTALLED) ## Run all tests
+test: $(INSTALLED) ## Run all tests but the slowest
 	@$(BIN)/python -m pytest
+
+test-cluster: $(INSTALLED) ## Of these, what starts or kills processes and machines
+	@$(BIN)/python -m pytest $(wildcard tests/cluster tests/deploy tests/fault tests/multihost)
+
+test-nightly: $(INSTALLED) ## The slowest tests
+	@$(BIN)/python -m pytest -m nightly
 
 check: lint types ## Format, lint, types, import contracts, protos; writes nothing
 

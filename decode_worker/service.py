@@ -1,4 +1,8 @@
-"""Router sessions: starts and aborts come in, step frames go out."""
+"""Router sessions: starts and aborts come in, step frames go out.
+
+A worker that does not decode has one of these, too, drained: who comes to it, because it did decode a moment ago, is
+told at once to go elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,15 @@ class DecodeWorker:
         for session in self._sessions:
             session.add_link(link)
 
+    def resume(self) -> None:
+        """Take new requests again."""
+        self._draining = False
+
+    def hand_back(self) -> None:
+        """End what runs. Routers have it go on elsewhere, behind what they have got of it."""
+        for _, task in self._running.values():
+            task.cancel()
+
     async def session(
         self, requests: AsyncIterator[worker_pb2.SessionRequest]
     ) -> AsyncIterator[worker_pb2.StepFrame]:
@@ -70,7 +83,7 @@ class DecodeWorker:
         key = (session, start.request_id)
         refusal = None
         if self._draining:
-            refusal = End(error_code=Code.UNAVAILABLE, error_message="the worker is draining")
+            refusal = End(error_code=Code.UNAVAILABLE, error_message="the worker does not take requests now")
         elif key in self._running:
             refusal = End(
                 error_code=Code.ALREADY_EXISTS, error_message=f"request {start.request_id} is running"

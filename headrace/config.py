@@ -242,6 +242,25 @@ class SecuritySettings(_Section):
         return self
 
 
+_Resources = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+
+
+class RaySettings(_Section):
+    """What `headrace up` reserves, by Ray's names of resources: CPU, GPU, accelerator_type:H100, or one of your own."""
+
+    prefill: _Resources = Field(default={"CPU": 1.0}, description="for each rank of a prefill worker")
+    decode: _Resources = Field(default={"CPU": 1.0}, description="for each rank of a decode worker")
+    router: _Resources = Field(
+        default={"CPU": 0.01}, description="for a router; by default it shares what is idle"
+    )
+    place_timeout_s: Seconds = Field(
+        default=120.0, description="a process waits this long for others to free its place"
+    )
+    start_timeout_s: Seconds = Field(
+        default=600.0, description="from its place to serving: fetching and loading the model, too"
+    )
+
+
 class TelemetrySettings(_Section):
     """What a process tells about itself."""
 
@@ -361,6 +380,56 @@ class HttpSettings(_Section):
     )
 
 
+class PlannerSettings(_Section):
+    """`headrace planner`: how many workers prefill and how many decode. Its targets are those of the router."""
+
+    actuator: Literal["none", "kubernetes"] = Field(
+        default="none",
+        description="who adds and removes workers; none: roles change and nothing else."
+        " `headrace up --planner` has its own",
+    )
+    dry_run: bool = Field(default=False, description="say what would be done and why, and do nothing")
+    interval_s: Seconds = Field(default=5.0, description="between two looks at the fleet")
+    short_intervals: Positive = Field(
+        default=3, description="a pool has to be short so many intervals in a row"
+    )
+    spare_intervals: Positive = Field(
+        default=24, description="a pool has to have a worker to spare so many intervals in a row"
+    )
+    band: float = Field(
+        default=0.1, gt=0, lt=1, description="pressures between 1 - band and 1 + band change nothing"
+    )
+    hold_s: Seconds = Field(
+        default=60.0, description="between two changes; thrice that between a change and its opposite"
+    )
+    payback_s: Seconds = Field(
+        default=300.0, description="a change has to give more worker time in this time than it costs"
+    )
+    start_timeout_s: Seconds = Field(
+        default=600.0, description="a worker that was added and is not there by then is not waited for"
+    )
+    max_prefill_busy: float = Field(
+        default=0.85, gt=0, le=1, description="share of the time that prefill workers may compute"
+    )
+    max_kv_use: float = Field(
+        default=0.9, gt=0, le=1, description="share of a decode worker's KV blocks that may be in use"
+    )
+    min_prefill: Positive = 1
+    max_prefill: Positive = 64
+    min_decode: Positive = 1
+    max_decode: Positive = 64
+    prefill_set: str = Field(
+        default="headrace-prefill", description="Kubernetes StatefulSet of prefill workers"
+    )
+    decode_set: str = Field(default="headrace-decode", description="Kubernetes StatefulSet of decode workers")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PlannerSettings:
+        if self.min_prefill > self.max_prefill or self.min_decode > self.max_decode:
+            raise ValueError("min_prefill and min_decode must not be above max_prefill and max_decode")
+        return self
+
+
 class ClientSettings(_Section):
     """`headrace generate`, `chat` and `explain` as clients of a router."""
 
@@ -383,7 +452,9 @@ class Settings(_Section):
     client: ClientSettings = ClientSettings()
     router: RouterSettings = RouterSettings()
     http: HttpSettings = HttpSettings()
+    planner: PlannerSettings = PlannerSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    ray: RaySettings = RaySettings()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def describe(self) -> dict[str, Any]:

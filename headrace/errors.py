@@ -12,6 +12,7 @@
     ├── PermissionDenied      PERMISSION_DENIED    this caller may not do that
     ├── StaleBlocks           FAILED_PRECONDITION  KV blocks that changed while they were read
     ├── LayoutMismatch        FAILED_PRECONDITION  two workers that can not exchange KV; names the field
+    ├── FleetTooSmall         FAILED_PRECONDITION  a change that would leave nobody to prefill, or to decode
     ├── Unavailable           UNAVAILABLE          nobody there to do it; trying elsewhere or later can help
     │   ├── WorkerGone                             the worker died or its incarnation changed
     │   └── TransferFailed                         KV did not arrive (peer lost, timed out, checksum, lease over)
@@ -138,6 +139,18 @@ class LayoutMismatch(HeadraceError):
         self.requirement = requirement
         message = f"KV layout mismatch in {field}: ours is {ours!r}, the peer's is {theirs!r}"
         super().__init__(f"{message}; {requirement}" if requirement else message)
+
+
+class FleetTooSmall(HeadraceError):
+    """A worker is asked to leave a role that nobody else has. Names the one that nobody would have."""
+
+    code = Code.FAILED_PRECONDITION
+
+    def __init__(self, worker_id: str, role: str, missing: str) -> None:
+        super().__init__(
+            f"{worker_id} can not become {role}: no worker that {missing} and fits the others would be left;"
+            " add one first, or force it"
+        )
 
 
 class Unavailable(HeadraceError):

@@ -34,6 +34,7 @@ from headrace.errors import (
     Overloaded,
     PermissionDenied,
     StaleBlocks,
+    Unavailable,
     WorkerGone,
 )
 from headrace.rpc.convert import logprobs_to_proto, prompt_logprobs_to_proto, sampling_from_proto
@@ -71,17 +72,26 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self._block_size_tokens = block_size_tokens
         self._telemetry = telemetry
         self._draining = False
-        self._streams = 0
+        self.prefills = True  # whether new prompts are taken
+        self._streams: list[str] = []  # sequences; whoever repeats an id is here twice, until it is refused
         self._named: dict[str, str] = {}  # incarnation of each worker whose certificate has a name, by it
 
     @property
     def num_streams(self) -> int:
         """Prompts being computed for readers."""
-        return self._streams
+        return len(self._streams)
 
     def drain(self) -> None:
-        """Take no new prompts; those under way go on."""
+        """Before the worker ends: take no new prompts and nothing from neighbours; what is under way goes on."""
         self._draining = True
+
+    def hand_back(self) -> None:
+        """End the prompts that are being computed: their readers go elsewhere. One that is on its way into the engine
+        may escape: to be repeated until there are none.
+        """
+        error = Unavailable(f"{self._peers.own.worker_id} does not prefill any more")
+        for sequence_id in self._streams:
+            self._engine.post(lambda engine, sequence_id=sequence_id: engine.fail(sequence_id, error))
 
     async def Handshake(
         self, request: kv_pb2.HandshakeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -97,10 +107,12 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self._check_reader(request.reader.incarnation)
         if self._draining:
             raise Overloaded(f"{self._peers.own.worker_id} is draining")
+        if not self.prefills:
+            raise Unavailable(f"{self._peers.own.worker_id} does not prefill now")
         sequence = self._sequence(request)
         events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by the prompt's number of chunks
         deadline = Deadline.after(request.timeout_s, self._reads.clock)
-        self._streams += 1
+        self._streams.append(sequence.id)
         timing = PromptTiming(self._telemetry, request)
         try:
             hashes = extend(sequence.root, sequence.token_ids, self._block_size_tokens)
@@ -123,7 +135,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
             raise
         finally:
             timing.close()
-            self._streams -= 1
+            self._streams.remove(sequence.id)
 
     async def Lease(
         self, request: kv_pb2.LeaseRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -17,6 +17,7 @@ import xxhash
 from headrace.block_hash import HashRoot, block_hashes
 from headrace.clock import Deadline
 from headrace.config import RouterSettings
+from headrace.directory.records import Role
 from headrace.directory.view import DirectoryView
 from headrace.errors import DeadlineExceeded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
@@ -150,10 +151,18 @@ class Dispatcher:
         self._learn(plan, end)
         self._breakers.succeeded(plan.decode.incarnation)
         for worker in plan.prefill[: end.failed_attempts]:
-            self._breakers.failed(worker.incarnation)
+            if not self._has_changed_role(worker):
+                self._breakers.failed(worker.incarnation)
         for worker in plan.prefill[end.failed_attempts :]:
             if worker.worker_id == end.prefill_worker:
                 self._breakers.succeeded(worker.incarnation)
+
+    def _has_changed_role(self, worker: WorkerView) -> bool:
+        """Or is about to: then it is well, and turned a prompt away that was meant for what it did before."""
+        record = self._view.workers.get(worker.worker_id)
+        if record is None or record.incarnation != worker.incarnation:
+            return False
+        return record.draining or record.role == Role.DECODE
 
     async def _planned(self, run: RequestRun, give_up: Deadline) -> tuple[Plan, ClusterView, Sequence[bytes]]:
         """As soon as there is a decode worker. Raises Unavailable when none came in time."""

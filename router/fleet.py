@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.directory.prefix_index import Matches
-from headrace.directory.records import Role, WorkerRecord
+from headrace.directory.records import Role
 from headrace.directory.view import DirectoryView
 from router.costs import FleetCosts, WorkerCosts
 from router.ledger import Figures, Ledger
@@ -32,9 +32,9 @@ class Fleet:
     def __init__(self, view: DirectoryView, model_fingerprint: str, ledger: Ledger) -> None:
         self.version = view.version
         self.records = [r for r in view.workers.values() if r.model_fingerprint == model_fingerprint]
-        layouts = Counter(_layout(record) for record in self.records if not record.draining)
+        layouts = Counter(record.layout for record in self.records if not record.draining)
         layout = layouts.most_common(1)[0][0] if layouts else None
-        self.peers = [record for record in self.records if _layout(record) == layout]
+        self.peers = [record for record in self.records if record.layout == layout]
         self.places = np.array([view.index.place(record.worker_id) for record in self.peers], np.int64)
         self.capacities = np.array([r.num_blocks * r.block_size_tokens for r in self.peers], np.float64)
         kinds = {record.kind: record for record in self.peers}
@@ -163,8 +163,3 @@ class _Moment:
             active_tokens=int(tokens),
             costs=self._costs[self._fleet.kind_of[index]],
         )
-
-
-def _layout(record: WorkerRecord) -> tuple[int, str, str]:
-    """What has to be equal for two workers to exchange blocks, as far as records tell."""
-    return record.block_size_tokens, record.kv_dtype, record.transport

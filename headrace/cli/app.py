@@ -6,11 +6,11 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -32,18 +32,24 @@ from headrace.cli.options import (
     TemperatureOption,
     TimeoutOption,
     http_address,
+    of_running_cluster,
     router_address,
     settings_from,
 )
-from headrace.cli.progress import cluster_progress, console, obtain_model, output
+from headrace.cli.progress import OnStage, cluster_progress, console, obtain_model, output
 from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
+from headrace.directory.records import Role
 from headrace.directory.redis_directory import shown_url
 from headrace.errors import Code, HeadraceError, InvalidRequest, Unavailable
 from headrace.model_store import list_models, resolve
 from headrace.rpc.v1 import inference_pb2
 from headrace.tokenizer import ChatMessage
+
+if TYPE_CHECKING:
+    from headrace.cluster.local_cluster import LocalCluster
+    from headrace.cluster.ray_cluster import RayCluster
 
 app = typer.Typer(
     help="LLM serving with prefill and decode on separate pools.",
@@ -115,12 +121,25 @@ def up(
     http_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of the HTTP API. 0: any free one.")
     ] = DEFAULT_HTTP_PORT,
+    with_planner: Annotated[
+        bool,
+        typer.Option(
+            "--planner", help="Change roles, and the number of workers within planner.min_… and max_…."
+        ),
+    ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="auto|HOST:PORT|ray://HOST:PORT",
+            help="On the machines of a Ray that runs already. Default: a Ray of its own, on this machine.",
+            show_default=False,
+        ),
+    ] = None,
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Keep a cluster running on this machine until Ctrl-C."""
-    from headrace.cluster.local_cluster import LocalCluster
-
+    """Keep a cluster running until Ctrl-C, on this machine or on those of a Ray cluster."""
     settings = settings_from(config, assignments, model)
     cluster_name, cache_dir = settings.directory.cluster, settings.model.cache_dir
     running = find_running(cache_dir, cluster_name)
@@ -132,25 +151,62 @@ def up(
             " stop it or take another name",
         )
     _stop_on_sigterm()
-    obtain_model(settings.model.ref, cache_dir)
+    if ray_address is None:
+        obtain_model(settings.model.ref, cache_dir)
     with ExitStack() as stack:
         with cluster_progress() as on_stage:
-            cluster = LocalCluster(
-                settings,
-                num_prefill=prefill,
-                num_decode=decode,
-                port=port,
-                http_port=http_port,
-                on_stage=on_stage,
-            )
+            cluster = _cluster(settings, ray_address, (prefill, decode), (port, http_port), on_stage)
             stack.enter_context(cluster)
         stack.callback(console.print, "[dim]draining and stopping[/]")
         running = RunningCluster(
             cluster.router_address, cluster.directory_url, os.getpid(), cluster.http_address
         )
+        restart_requests = _restart_requests()
         stack.callback(announce(running, cache_dir, cluster_name).unlink, missing_ok=True)
-        _describe(running, cluster.folder / "logs")
-        _wait_for_signal()
+        if with_planner:
+            from headrace.cli.planner import planner_of
+
+            # On other machines nothing is written where this process runs.
+            log_file = Path(cluster.logs) / "planner.log" if ray_address is None else None
+            stack.enter_context(planner_of(of_running_cluster(settings), cluster, log_file))
+        _describe(running, cluster.logs)
+        _serve_until_signal(cluster, restart_requests)
+
+
+def _cluster(
+    settings: Settings,
+    ray_address: str | None,
+    sizes: tuple[int, int],
+    ports: tuple[int, int],
+    on_stage: OnStage,
+) -> LocalCluster | RayCluster:
+    """Not started. Imports Ray, which the other commands do not need."""
+    num_prefill, num_decode = sizes
+    if ray_address is None:
+        from headrace.cluster.local_cluster import LocalCluster
+
+        return LocalCluster(
+            settings,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            port=ports[0],
+            http_port=ports[1],
+            on_stage=on_stage,
+        )
+    from headrace.cluster.ray_cluster import RayCluster
+
+    return RayCluster(
+        settings, ray_address, num_prefill=num_prefill, num_decode=num_decode, ports=ports, on_stage=on_stage
+    )
+
+
+@app.command()
+def restart(config: ConfigOption = None, assignments: SetOption = None) -> None:
+    """Restart the workers of `headrace up` one by one while the others serve, after an update for example."""
+    from headrace.cli.restart import restart_workers
+
+    settings = settings_from(config, assignments)
+    restart_workers(settings)
 
 
 @app.command()
@@ -233,10 +289,112 @@ def status(config: ConfigOption = None, assignments: SetOption = None) -> None:
     settings = settings_from(config, assignments)
     running = find_running(settings.model.cache_dir, settings.directory.cluster)
     if running is not None:
-        directory = settings.directory.model_copy(update={"url": running.directory_url})
-        settings = settings.model_copy(update={"directory": directory})
         output.print(_router_line(running), highlight=False)
-    output.print(status_report(settings))
+    output.print(status_report(of_running_cluster(settings)))
+
+
+@app.command()
+def flip(
+    worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="As `headrace status` shows it.")],
+    to: Annotated[Role, typer.Option("--to", help="What it does from now on.")],
+    drain_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            "--drain-timeout",
+            min=0,
+            help="Seconds until what runs is handed to other workers. Default: rpc.drain_timeout_s.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if nobody is left who prefills, or decodes.")
+    ] = False,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Give a running worker the other role. It finishes what it does; model and cache stay."""
+    from headrace.cli.flip import flip as change_role
+
+    settings = of_running_cluster(settings_from(config, assignments))
+    output.print(change_role(settings, worker_id, to, drain_timeout_s, force=force), highlight=False)
+
+
+@app.command()
+def planner(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done and why, and do nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Each decision as a line of JSON.")] = False,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Watch the load, and change roles of workers, or add and remove them, so that the targets are kept."""
+    from headrace.cli.planner import run_planner
+
+    settings = of_running_cluster(settings_from(config, assignments))
+    if dry_run:
+        changed = settings.planner.model_copy(update={"dry_run": True})
+        settings = settings.model_copy(update={"planner": changed})
+    run_planner(settings, as_json=as_json)
+
+
+@app.command()
+def plan(
+    rate: Annotated[float, typer.Option(min=0, help="Requests a second.")],
+    inputs: Annotated[
+        str, typer.Option("--input", metavar="TOKENS", help="Of prompts: 2000, or 500:3,8000:1 by weight.")
+    ],
+    outputs: Annotated[str, typer.Option("--output", metavar="TOKENS", help="Of answers, likewise.")],
+    hit_rate: Annotated[float, typer.Option(min=0, max=1, help="Of prompt tokens that are cached.")] = 0.0,
+    ttft_s: Annotated[
+        float | None,
+        typer.Option("--ttft", help="Seconds. Default: router.ttft_target_s.", show_default=False),
+    ] = None,
+    itl_s: Annotated[
+        float | None, typer.Option("--itl", help="Seconds. Default: router.itl_target_s.", show_default=False)
+    ] = None,
+    quantile: Annotated[
+        float, typer.Option(min=0.5, max=0.999, help="Of answers whose first token is in time.")
+    ] = 0.95,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `headrace bench engine --json` wrote.", show_default=False),
+    ] = None,
+    variant: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Of the file: backend/dtype/threads.", show_default=False),
+    ] = "",
+    prefill_cost: Annotated[
+        str, typer.Option(metavar="A,B,C", help="Seconds: base, a token, attention.", show_default=False)
+    ] = "",
+    decode_cost: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,D", help="Seconds: base, a sequence, a token of context.", show_default=False
+        ),
+    ] = "",
+    kv_tokens: Annotated[int, typer.Option(min=0, help="Of a decode worker's KV pool; 0: no limit.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Say how many prefill and decode workers a workload takes, and by which formula."""
+    from headrace.cli.plan import costs_from, plan_report
+    from headrace.cluster.planner.capacity import Lengths, Limits, Workload
+
+    settings = settings_from(config, assignments)
+    work = Workload(rate, Lengths.parse("--input", inputs), Lengths.parse("--output", outputs), hit_rate)
+    limits = Limits(
+        settings.router.ttft_target_s if ttft_s is None else ttft_s,
+        settings.router.itl_target_s if itl_s is None else itl_s,
+        quantile,
+        settings.planner.max_prefill_busy,
+        settings.planner.max_kv_use,
+        kv_tokens,
+        settings.engine.max_sequences,
+    )
+    data, report = plan_report(work, costs_from(costs, variant, prefill_cost, decode_cost), limits)
+    output.print_json(data=data) if as_json else output.print(report, highlight=False)
 
 
 @app.command("top")
@@ -377,7 +535,7 @@ def _read_line() -> str:
         return ""
 
 
-def _describe(running: RunningCluster, logs: Path) -> None:
+def _describe(running: RunningCluster, logs: str) -> None:
     console.print(f"\n{_router_line(running)}", highlight=False)
     console.print(f"directory  {shown_url(running.directory_url)}\nlogs       {logs}", highlight=False)
     console.print("[dim]In another terminal: headrace chat. Ctrl-C stops it.[/]")
@@ -397,7 +555,20 @@ def _stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
-def _wait_for_signal() -> None:
+def _restart_requests() -> SimpleQueue[None]:
+    """Gets an entry for each `headrace restart`."""
+    requests: SimpleQueue[None] = SimpleQueue()
+    signal.signal(signal.SIGUSR1, lambda signum, frame: requests.put(None))
+    return requests
+
+
+def _serve_until_signal(cluster: LocalCluster | RayCluster, restart_requests: SimpleQueue[None]) -> None:
+    """Until Ctrl-C or SIGTERM."""
     _stop_on_sigterm()  # Ray has put its own handler there
     with suppress(KeyboardInterrupt):
-        threading.Event().wait()
+        while True:
+            restart_requests.get()
+            try:
+                cluster.restart()
+            except HeadraceError as error:  # those whose turn had not come serve on
+                _print_error(error)

@@ -56,6 +56,15 @@ def settings_from(
     return config.load(config_file, all_assignments)
 
 
+def of_running_cluster(settings: Settings) -> Settings:
+    """With the directory of the local cluster, where that runs."""
+    running = find_running(settings.model.cache_dir, settings.directory.cluster)
+    if running is None:
+        return settings
+    directory = settings.directory.model_copy(update={"url": running.directory_url})
+    return settings.model_copy(update={"directory": directory})
+
+
 def router_address(address: str | None, settings: Settings) -> str:
     if address:
         return address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 
 import uvloop
 
@@ -13,10 +14,16 @@ from headrace.cluster.process import ProcessSpec, build, prepare
 
 def run_in_foreground(spec: ProcessSpec) -> None:
     """Start, wait for a signal, stop. Raises what the start raises."""
-    uvloop.run(_until_signal(prepare(spec)))
+    prepared = prepare(spec)
+    run_until_signal(lambda: build(prepared, lambda stage: None))
 
 
-async def _until_signal(spec: ProcessSpec) -> None:
+def run_until_signal(make: Callable[[], Runnable]) -> None:
+    """The same of a process that `make` builds, on the event loop."""
+    uvloop.run(_until_signal(make))
+
+
+async def _until_signal(make: Callable[[], Runnable]) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -27,7 +34,7 @@ async def _until_signal(spec: ProcessSpec) -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, on_signal, signum)
-    process: Runnable = build(spec, lambda stage: None)
+    process = make()
     await process.start()
     await stop.wait()
     await process.stop()

@@ -48,6 +48,10 @@ class HostedProcess:
         except TimeoutError:
             raise DeadlineExceeded(f"not serving after {timeout_s:g} s, still {self.stage}") from None
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def stop(self, timeout_s: float) -> bool:
         """Drain and stop. Returns whether it ended in time."""
         self._stop.set()

@@ -13,25 +13,24 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import ray
 import structlog
 
-from headrace.cluster import placement
-from headrace.cluster.placement import PlacedProcess
-from headrace.cluster.process import Kind, ProcessSpec, check
+from headrace.cluster.keeper import Keeper, OnStage
+from headrace.cluster.process import ProcessSpec, check, fleet, next_worker
 from headrace.cluster.reaper import Reaper
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import Settings
+from headrace.directory.records import Role
 from headrace.errors import Unavailable
 
 log = structlog.get_logger()
 
-_START_TIMEOUT_S = 180.0
+_SHARED_CPU = 0.01  # what Ray counts of a process that has none of its own
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
-
-OnStage = Callable[[str, str], None]
 
 
 class LocalCluster:
@@ -51,16 +50,10 @@ class LocalCluster:
         the start.
         """
         self._settings = settings
-        prefill: list[Kind] = ["prefill"] * num_prefill
-        decode: list[Kind] = ["decode"] * num_decode
-        self._kinds = prefill + decode
+        self._sizes = num_prefill, num_decode
         self._ports = port, http_port
         self._on_stage = on_stage
         self._cleanup = ExitStack()
-        self.placed: dict[str, PlacedProcess] = {}
-        self.worker_addresses: dict[str, str] = {}
-        self.router_address = ""
-        self.http_address = ""  # a URL
         self.directory_url = ""
         self.folder = Path()
 
@@ -78,56 +71,86 @@ class LocalCluster:
     def _start(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))
         self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        reaper = Reaper(str(self.folder))
+        reaper = self._reaper = Reaper(str(self.folder))
         self._cleanup.callback(reaper.close)
         self._on_stage("directory", "starting")
         server = self._cleanup.enter_context(RedisServer(secrets.token_urlsafe(24)))
         self.directory_url = server.url
         self._on_stage("directory", "serving")
         self._start_ray(reaper)
-        specs = self._specs()
+        specs = self._make_specs()
         for spec in specs:
             check(spec)
-        for spec in specs:
-            # The router shares whatever is idle; a worker has a core's worth reserved.
-            bundle = {"CPU": 0.01 if spec.kind == "router" else 1.0}
-            self.placed[spec.name] = placement.place(spec, [bundle])
-        placed = list(self.placed.values())
-        self._cleanup.callback(placement.stop, placed, self._settings.rpc.drain_timeout_s)
+        self._keeper = Keeper(specs, self._settings, self._on_stage)
+        self._cleanup.callback(self._keeper.stop)
         reaper.watch_children()
-        addresses = placement.wait_until_serving(placed, _START_TIMEOUT_S, self._on_stage)
+        self._keeper.start()
         reaper.watch_children()
-        self.worker_addresses = dict(zip(self.placed, addresses, strict=True))
-        self.router_address = self.worker_addresses.pop("router")
-        self.http_address = placement.http_address(self.placed["router"])
+
+    @property
+    def router_address(self) -> str:
+        return self._keeper.status("router").address or ""
+
+    @property
+    def http_address(self) -> str:
+        """A URL; "": it serves no HTTP."""
+        return self._keeper.status("router").http_address
+
+    @property
+    def logs(self) -> str:
+        return str(self.folder / "logs")
+
+    @property
+    def worker_addresses(self) -> dict[str, str]:
+        """Of those that serve now."""
+        statuses = {name: self._keeper.status(name) for name in sorted(self.worker_names())}
+        return {name: status.address for name, status in statuses.items() if status.address}
+
+    def worker_names(self) -> set[str]:
+        return self._keeper.names() - {"router"}
+
+    def add_worker(self, role: Role) -> str:
+        """Place one more; it shares cores with the others. Returns its name while it starts. Raises Unavailable."""
+        spec = next_worker(self._worker_settings(), role, self.worker_names())
+        shared = spec.settings.ray.model_copy(update={spec.kind: {"CPU": _SHARED_CPU}})
+        settings = spec.settings.model_copy(update={"ray": shared})
+        spec = replace(spec, settings=settings, log_file=self.folder / "logs" / f"{spec.name}.log")
+        check(spec)
+        self._keeper.add(spec)
+        self._reaper.watch_children()
+        return spec.name
+
+    def remove_worker(self, name: str) -> None:
+        """Drain it, end it, and give its place back."""
+        self._keeper.remove(name)
+
+    def restart(self) -> None:
+        """Every worker, one after the other, while the others serve. Raises as the start does."""
+        self._keeper.restart()
 
     def _start_ray(self, reaper: Reaper) -> None:
         self._on_stage("ray", "starting")
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         logging.getLogger("ray").setLevel(logging.WARNING)
         self._cleanup.callback(ray.shutdown)
-        # More workers than cores share them.
-        start_ray(len(self._kinds) + 1, self.folder / "ray", before_retry=reaper.watch_children)
+        # More workers than cores share them; room for the router and for a stand-in.
+        start_ray(sum(self._sizes) + 2, self.folder / "ray", before_retry=reaper.watch_children)
         self._on_stage("ray", "serving")
 
-    def _specs(self) -> list[ProcessSpec]:
+    def _worker_settings(self) -> Settings:
+        directory = self._settings.directory.model_copy(update={"url": self.directory_url})
+        return self._settings.model_copy(update={"directory": directory})
+
+    def _make_specs(self) -> list[ProcessSpec]:
         logs = self.folder / "logs"
         logs.mkdir()
-        directory = self._settings.directory.model_copy(update={"url": self.directory_url})
-        settings = self._settings.model_copy(update={"directory": directory})
-        port, http_port = self._ports
-        ports = {
-            "rpc": settings.rpc.model_copy(update={"port": port}),
-            "http": settings.http.model_copy(update={"port": http_port}),
-        }
-        specs = [ProcessSpec("router", "router", settings.model_copy(update=ports), (), logs / "router.log")]
-        shares = core_shares(sorted(os.sched_getaffinity(0)), len(self._kinds))
-        counts: dict[Kind, int] = {}
-        for kind, cores in zip(self._kinds, shares, strict=True):
-            name = f"{kind}-{counts.get(kind, 0)}"
-            counts[kind] = counts.get(kind, 0) + 1
-            specs.append(ProcessSpec(name, kind, settings, cores, logs / f"{name}.log"))
-        return specs
+        num_prefill, num_decode = self._sizes
+        specs = fleet(self._worker_settings(), num_prefill, num_decode, *self._ports)
+        shares = [(), *core_shares(sorted(os.sched_getaffinity(0)), len(specs) - 1)]
+        return [
+            replace(spec, cores=cores, log_file=logs / f"{spec.name}.log")
+            for spec, cores in zip(specs, shares, strict=True)
+        ]
 
 
 def start_ray(num_cpus: int, folder: Path, before_retry: Callable[[], None] = lambda: None) -> None:

@@ -39,7 +39,7 @@ class Neighbours:
         directory: Directory,
         peers: Peers,
         metrics: KvMetrics,
-        role: Role,
+        role: Callable[[], Role],
         set_exchange_ready: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._directory = directory
@@ -61,7 +61,7 @@ class Neighbours:
             await asyncio.sleep(interval_s)
 
     async def _look_around(self) -> None:
-        others = await self._others()
+        others = await self.others()
         likely = [record for record in others if self._is_likely(record)][:_MAX_CONNECTED]
         await asyncio.gather(*(self._connect(record) for record in likely))
         refused = self._peers.refusals
@@ -79,7 +79,7 @@ class Neighbours:
     ) -> None:
         """Offer what is cached here to the neighbour with most room, until it is there or the deadline."""
         try:
-            others = [record for record in await self._others() if not record.draining]
+            others = [record for record in await self.others() if not record.draining]
         except Unavailable as error:
             log.warning("nobody to leave cached blocks to", error=str(error))
             return
@@ -118,7 +118,7 @@ class Neighbours:
                 break  # it has no more room
         log.info("cached blocks left to a neighbour", neighbour=record.worker_id, blocks=num_there)
 
-    async def _others(self) -> list[WorkerRecord]:
+    async def others(self) -> list[WorkerRecord]:
         """Workers that serve what this one serves. Raises Unavailable."""
         records = await self._directory.workers()
         await self._peers.forget_absent({record.worker_id for record in records})
@@ -131,7 +131,7 @@ class Neighbours:
 
     def _is_likely(self, record: WorkerRecord) -> bool:
         """Whether this worker will read from it: prompts from prefill workers, prefixes from everybody."""
-        return self._role != Role.DECODE or record.role != Role.DECODE
+        return self._role() != Role.DECODE or record.role != Role.DECODE
 
     async def _connect(self, record: WorkerRecord) -> None:
         try:

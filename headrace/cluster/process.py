@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from headrace.cluster.exposure import check_exposure
 from headrace.cluster.hosted import Report, Runnable
 from headrace.cluster.reachability import with_advertised_host
 from headrace.config import Settings
+from headrace.directory.records import Role
 from headrace.rpc.tls import Part
 from headrace.telemetry import configure_logging
 
@@ -31,12 +33,37 @@ class ProcessSpec:
     settings: Settings
     cores: tuple[int, ...] = ()
     log_file: Path | None = None
+    beyond_loopback: bool = False  # others are on other machines: it listens at its own machine's address
+
+    @property
+    def part(self) -> Part:
+        return Part.ROUTER if self.kind == "router" else Part.WORKER
+
+
+def fleet(
+    settings: Settings, num_prefill: int, num_decode: int, port: int, http_port: int
+) -> list[ProcessSpec]:
+    """A router, which serves at these ports (0: any free one), and workers."""
+    ports = {
+        "rpc": settings.rpc.model_copy(update={"port": port}),
+        "http": settings.http.model_copy(update={"port": http_port}),
+    }
+    return [
+        ProcessSpec("router", "router", settings.model_copy(update=ports)),
+        *(ProcessSpec(f"prefill-{n}", "prefill", settings) for n in range(num_prefill)),
+        *(ProcessSpec(f"decode-{n}", "decode", settings) for n in range(num_decode)),
+    ]
+
+
+def next_worker(settings: Settings, role: Role, names: Collection[str]) -> ProcessSpec:
+    """One more, with the first number that none of `names` has."""
+    numbered = (f"{role}-{number}" for number in itertools.count())
+    return ProcessSpec(next(name for name in numbered if name not in names), role.value, settings)
 
 
 def check(spec: ProcessSpec) -> list[str]:
     """What of it is not protected. Raises InvalidRequest where that is not allowed."""
-    part = Part.ROUTER if spec.kind == "router" else Part.WORKER
-    return check_exposure(spec.settings, part, spec.name)
+    return check_exposure(spec.settings, spec.part, spec.name)
 
 
 def prepare(spec: ProcessSpec) -> ProcessSpec:
@@ -65,7 +92,6 @@ def build(spec: ProcessSpec, report: Report) -> Runnable:
         return Router(spec.settings)
     report("importing torch")
     from headrace.cluster.worker_process import WorkerProcess
-    from headrace.directory.records import Role
 
     return WorkerProcess(spec.settings, Role(spec.kind), spec.name, report)
 

@@ -1,4 +1,4 @@
-"""Composition root of a worker process, whatever its role.
+"""Composition root of a worker process, whatever its role, which can change (`worker_role.py`).
 
     settings ─▶ model ─▶ KV cache ─▶ engine thread ─┬─▶ role services ─▶ gRPC server ─▶ directory
                              └─▶ transfer thread ───┘
@@ -30,6 +30,7 @@ from headrace.clock import Deadline, SystemClock
 from headrace.cluster.hosted import Report
 from headrace.cluster.neighbours import Neighbours
 from headrace.cluster.worker_metrics import WorkerCollector, WorkerFigures
+from headrace.cluster.worker_role import WorkerRole
 from headrace.config import Settings
 from headrace.directory.publisher import Publisher
 from headrace.directory.records import Role, RouterShare, WorkerLoad, WorkerRecord
@@ -43,7 +44,7 @@ from headrace.engine.scheduler import Share
 from headrace.engine.sequence import Constraint
 from headrace.engine.structured import GrammarCompiler
 from headrace.engine_client import EngineClient
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, WorkerGone
 from headrace.grammar import Grammar
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
@@ -80,11 +81,17 @@ MakeTransport = Callable[[str, str, Sequence[BlockRegion]], Transport]  # name, 
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Status for every role; sessions where the role decodes."""
+    """Sessions too are for every role: in the wrong one the worker refuses requests, not routers."""
 
-    def __init__(self, status: Callable[[], Any], decode: DecodeWorker | None) -> None:
+    def __init__(
+        self,
+        status: Callable[[], Any],
+        decode: DecodeWorker,
+        set_role: Callable[[worker_pb2.SetRoleRequest], Any],
+    ) -> None:
         self._status = status
         self._decode = decode
+        self._set_role = set_role
 
     async def Status(
         self, request: worker_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -96,10 +103,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         request_iterator: AsyncIterator[worker_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[worker_pb2.StepFrame]:
-        if self._decode is None:
-            raise InvalidRequest("role", Role.PREFILL, "sessions are held by decode workers")
         async for frame in self._decode.session(request_iterator):
             yield frame
+
+    async def SetRole(
+        self, request: worker_pb2.SetRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.SetRoleResponse:
+        return await self._set_role(request)
 
 
 class WorkerProcess:
@@ -116,7 +126,7 @@ class WorkerProcess:
         make_transport: MakeTransport = create_transport,
     ) -> None:
         self._settings = settings
-        self._role = role
+        self._first_role = role
         self._worker_id = worker_id
         self._report = report
         self._make_transport = make_transport
@@ -151,15 +161,17 @@ class WorkerProcess:
         self._report("joining the cluster")
         await self._serve()
         record = self._record()
-        log.info("worker serves", role=self._role, address=record.address, incarnation=self._incarnation)
+        log.info(
+            "worker serves", role=self._role.current, address=record.address, incarnation=self._incarnation
+        )
         return record.address
 
     async def stop(self) -> None:
         """Drain: leave the directory's candidates, admit nothing, finish, let held KV be read; then end."""
         self._draining = True
+        await self._role.close()
         self._exchange.drain()
-        if self._decode is not None:
-            self._decode.drain()
+        self._decode.drain()
         deadline = Deadline.after(self._settings.rpc.drain_timeout_s, SystemClock())
         try:
             async with asyncio.timeout(deadline.remaining_s()):
@@ -218,7 +230,7 @@ class WorkerProcess:
         settings = self._settings
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
         self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc, self._host)
-        tracing = start_tracing(settings.telemetry, f"headrace-{self._role}", self._worker_id)
+        tracing = start_tracing(settings.telemetry, f"headrace-{self._first_role}", self._worker_id)
         self._cleanup.push_async_callback(asyncio.to_thread, tracing.close)
         telemetry = WorkerTelemetry(tracing)
         metrics = self._serve_metrics(telemetry)
@@ -234,7 +246,7 @@ class WorkerProcess:
 
         self._server = RpcServer(settings.rpc, [_WORKER_SERVICE, _KV_SERVICE])
         kv_pb2_grpc.add_KvExchangeServicer_to_server(self._exchange, self._server.grpc_server)
-        worker = WorkerService(self._status, self._decode)
+        worker = WorkerService(self._status, self._decode, self._set_role)
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, self._server.grpc_server)
         own.address = await self._server.start()
         self._cleanup.push_async_callback(self._server.stop, _SERVER_GRACE_S)
@@ -243,13 +255,15 @@ class WorkerProcess:
         self._cleanup.push_async_callback(self._publisher.stop)
         await self._server.set_ready(ready=True)
         self._serves = True
-        self._neighbours = Neighbours(directory, self._peers, metrics, self._role, self._set_exchange_ready)
+        self._neighbours = Neighbours(
+            directory, self._peers, metrics, lambda: self._role.current, self._set_exchange_ready
+        )
         watching = asyncio.create_task(self._neighbours.run(settings.directory.worker_ttl_s / 2))
         self._cleanup.push_async_callback(_ended, watching)
         self._cleanup.push_async_callback(_ended, asyncio.create_task(self._watch_engine()))
 
     def _make_services(self, metrics: KvMetrics, telemetry: WorkerTelemetry) -> None:
-        """What this worker does for peers and, where it decodes, for routers."""
+        """What this worker does for peers and for routers."""
         settings = self._settings
         reads = ReadContext(
             self._peers, settings.kv, SystemClock(), self._memory.checksums, metrics, self._own
@@ -268,9 +282,9 @@ class WorkerProcess:
         self._exchange = KvExchangeService(
             self._engine, reads, fetcher, self._root_digest, block_size_tokens, telemetry
         )
-        self._decode = DecodeWorker(context) if self._role != Role.PREFILL else None
-        if self._decode is not None:
-            self._peers.on_measured = self._decode.tell
+        self._decode = DecodeWorker(context)
+        self._peers.on_measured = self._decode.tell
+        self._role = WorkerRole(self._first_role, self._worker_id, self._exchange, self._decode, self)
 
     def _serve_metrics(self, telemetry: WorkerTelemetry) -> KvMetrics:
         """For Prometheus. What else the process does is not stopped by a scrape: it has its own thread."""
@@ -301,7 +315,8 @@ class WorkerProcess:
         await self._tell_readiness()
 
     async def _tell_readiness(self) -> None:
-        await self._server.set_ready(ready=not self._hangs)
+        for service in ("", _WORKER_SERVICE):
+            await self._server.set_ready(ready=not (self._hangs or self._role.is_leaving), service=service)
         await self._server.set_ready(ready=self._exchange_ready and not self._hangs, service=_KV_SERVICE)
 
     async def _watch_engine(self) -> None:
@@ -319,11 +334,43 @@ class WorkerProcess:
 
     @property
     def _is_ready(self) -> bool:
-        return not (self._hangs or self._draining)
+        return not (self._hangs or self._draining or self._role.is_leaving)
 
     @property
     def _model_name(self) -> str:
         return self._settings.model.served_name or self._files.name
+
+    async def others(self) -> list[WorkerRecord]:
+        own = self._record()
+        return [
+            record
+            for record in await self._neighbours.others()
+            if record.layout == own.layout and record.worker_id not in self._peers.refusals
+        ]
+
+    async def tell(self, timeout_s: float) -> None:
+        await self._tell_readiness()
+        await self._publisher.told(timeout_s)
+
+    async def _set_role(self, request: worker_pb2.SetRoleRequest) -> worker_pb2.SetRoleResponse:
+        if request.expected_incarnation not in ("", self._incarnation):
+            raise WorkerGone(
+                f"{self._worker_id} is incarnation {self._incarnation}, not {request.expected_incarnation}"
+            )
+        try:
+            role = Role(request.role)
+        except ValueError:
+            raise InvalidRequest("role", request.role, f"one of {', '.join(Role)}") from None
+        drain_timeout_s = self._settings.rpc.drain_timeout_s
+        if request.HasField("drain_timeout_s"):
+            drain_timeout_s = request.drain_timeout_s
+        change = await self._role.change(role, drain_timeout_s, force=request.force)
+        return worker_pb2.SetRoleResponse(
+            previous_role=change.before,
+            drain_s=change.drain_s,
+            switch_s=change.switch_s,
+            handed_back=change.num_handed_back,
+        )
 
     def _compile_grammar(self, grammar: Grammar) -> Constraint:
         """On any thread."""
@@ -346,7 +393,7 @@ class WorkerProcess:
         """Returns when no request, no prompt and no hold is left."""
         while True:
             audit = await self._engine.call(lambda engine: engine.audit())
-            busy = self._exchange.num_streams + (self._decode.num_requests if self._decode else 0)
+            busy = self._exchange.num_streams + self._decode.num_requests
             if not (busy or audit.held or audit.host_held or self._background):
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -399,7 +446,7 @@ class WorkerProcess:
         load = self._core.load()  # plain counters: a torn read is only a stale figure
         return WorkerRecord(
             worker_id=self._worker_id,
-            role=self._role,
+            role=self._role.current,
             address=self._peers.own.address,
             incarnation=self._incarnation,
             model_name=self._model_name,
@@ -411,7 +458,7 @@ class WorkerProcess:
             max_model_tokens=self._files.config.max_model_tokens,
             vocab_size=self._files.config.vocab_size,
             transport=self._settings.kv.transport,
-            draining=self._draining or self._hangs,
+            draining=self._draining or self._hangs or self._role.is_leaving,
             load=WorkerLoad(
                 running=load.running,
                 waiting=load.waiting,
@@ -419,6 +466,9 @@ class WorkerProcess:
                 free_blocks=load.free_blocks,
                 cached_blocks=load.cached_blocks,
                 prefill_tokens_per_s=load.prefill_tokens_per_s,
+                decode_step_s=load.decode_step_s,
+                busy_s=load.busy_s,
+                at_s=load.at_s,
                 shares=by_router(self._engine.shares()),
             ),
             block_bytes=self._cache.block_bytes,
@@ -429,7 +479,7 @@ class WorkerProcess:
         audit, load = await self._engine.call(lambda engine: (engine.audit(), engine.load()))
         return worker_pb2.StatusResponse(
             worker_id=self._worker_id,
-            role=self._role,
+            role=self._role.current,
             incarnation=self._incarnation,
             model=self._model_name,
             running=load.running,
@@ -438,7 +488,7 @@ class WorkerProcess:
             prefill_tokens=load.prefill_tokens,
             output_tokens=load.output_tokens,
             cached_tokens=load.cached_tokens,
-            draining=self._draining,
+            draining=self._draining or self._role.is_leaving,
             metrics_address=self._metrics_address,
             peers=self._peers.statuses(),
             holds=[

@@ -57,6 +57,7 @@ class Publisher:
         self._superseded = False
         self._stopping = False
         self._wake = asyncio.Event()  # to stop, or to publish at once
+        self._telling: set[asyncio.Future[None]] = set()  # of those who wait in `told`
         self._task: asyncio.Task[None] | None = None
 
     def add(self, stored: Mapping[bytes, Tier], removed: list[bytes]) -> None:
@@ -75,6 +76,19 @@ class Publisher:
         """What the record tells now can not wait: until they know, routers send the next prompt here, too."""
         if self._in_step:
             self._wake.set()
+
+    async def told(self, timeout_s: float) -> None:
+        """Returns once the directory knows what the record says now. Raises Unavailable after `timeout_s`."""
+        telling: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._telling.add(telling)
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await telling
+        except TimeoutError:
+            raise Unavailable(f"the directory could not be told within {timeout_s:g} s") from None
+        finally:
+            self._telling.discard(telling)
 
     async def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Join the directory, taking the worker id over from an earlier incarnation; then publish in the background.
@@ -115,6 +129,7 @@ class Publisher:
 
     async def publish_pending(self) -> None:
         """Bring the directory up to date, if there is anything to tell. Raises Unavailable."""
+        telling = list(self._telling)
         record = self._record_source()
         try:
             if not (self._in_step and await self._publish(record)):
@@ -122,6 +137,9 @@ class Publisher:
         except Unavailable:
             self._in_step = False
             raise
+        for waiting in telling:
+            if not waiting.done():
+                waiting.set_result(None)
 
     async def _run(self) -> None:
         delay_s = self._interval_s

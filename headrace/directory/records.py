@@ -52,6 +52,10 @@ class WorkerLoad:
     free_blocks: _Count
     cached_blocks: _Count
     prefill_tokens_per_s: Annotated[float, Field(ge=0)] = 0.0  # measured lately; 0: not known
+    decode_step_s: Annotated[float, Field(ge=0)] = 0.0  # measured lately; 0: not known
+    # Spent computing, by this time of the worker's own clock. 0: it does not say.
+    busy_s: Annotated[float, Field(ge=0)] = 0.0
+    at_s: Annotated[float, Field(ge=0)] = 0.0
     shares: tuple[RouterShare, ...] = ()  # events bring them, too, and sooner
 
 
@@ -76,6 +80,11 @@ class WorkerRecord:
     load: WorkerLoad
     block_bytes: _Count = 0  # of one KV block; 0: an older worker that does not say
     kind: str = ""  # what it computes with; workers of one kind are as fast as one another
+
+    @property
+    def layout(self) -> tuple[int, str, str]:
+        """What has to be equal for two workers to exchange blocks, as far as records tell."""
+        return self.block_size_tokens, self.kv_dtype, self.transport
 
     @property
     def used_blocks(self) -> int:

@@ -98,6 +98,20 @@ redis.call('XADD', events, 'MAXLEN', '~', max_events, '*', unpack(event_fields))
 return 1
 """
 
+# Of one who acts alone. KEYS: the claim. ARGV: who, ms to live; 0: give it up.
+_CLAIM = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then
+  return 0
+end
+if tonumber(ARGV[2]) > 0 then
+  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+else
+  redis.call('DEL', KEYS[1])
+end
+return 1
+"""
+
 _REMOVE = """
 local worker, names, blocks, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 if redis.call('HGET', worker, 'incarnation') == ARGV[2] then
@@ -217,6 +231,7 @@ class RedisDirectory:
         self._redis: Any = redis.asyncio.Redis.from_pool(pool)  # its answers' types hang on its options
         self._write_script = self._redis.register_script(_WRITE)
         self._remove_script = self._redis.register_script(_REMOVE)
+        self._claim_script = self._redis.register_script(_CLAIM)
 
     async def register(
         self, record: WorkerRecord, sequence: int, blocks: Mapping[bytes, Tier], *, take_over: bool
@@ -280,6 +295,12 @@ class RedisDirectory:
         entries = answer[0][1] if answer else []
         events = [event for _, fields in entries if (event := event_from_fields(fields)) is not None]
         return (entries[-1][0].decode() if entries else after), events
+
+    async def claim(self, name: str, who: str, ttl_s: float) -> bool:
+        """To be the only one who does `name`, from now on for `ttl_s`; 0: not any more. False: somebody else is."""
+        async with self._border():
+            key = f"{self._prefix}:claim:{name}"
+            return bool(await self._claim_script(keys=[key], args=[who, round(ttl_s * 1000)]))
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -73,11 +73,14 @@ class EngineLoad:
     expired_holds: int
     quarantined_blocks: int
     prefill_tokens_per_s: float  # lately, by steps that mostly prefilled; 0: not known yet
+    decode_step_s: float  # lately, of a step that decodes, whatever else is in it; 0: not known yet
+    busy_s: float  # spent in steps …
+    at_s: float  # … until now, on the engine's clock
     tiers: list[TierStats]  # of the device, and of what there is below
 
 
 _MAX_PROBLEMS_LOGGED = 20
-# Each new step counts this much in the rate of prefill.
+# Each new step counts this much in the rate of prefill, and in the time of a decode step.
 _RATE_WEIGHT = 0.2
 
 
@@ -103,6 +106,8 @@ class Engine:
         self._num_output_tokens = 0
         self._num_expired_holds = 0
         self._prefill_tokens_per_s = 0.0
+        self._decode_step_s = 0.0
+        self._busy_s = 0.0
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
@@ -285,6 +290,9 @@ class Engine:
             expired_holds=self._num_expired_holds,
             quarantined_blocks=self._pool.num_quarantined,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
+            decode_step_s=self._decode_step_s,
+            busy_s=self._busy_s,
+            at_s=self.clock.now(),
             tiers=self._pool.tier_stats(),
         )
 
@@ -324,7 +332,11 @@ class Engine:
             return [ChunkResult(error=InternalError(f"the step failed: {error!r}"))] * len(plan.chunks)
 
     def _note_rate(self, plan: StepPlan, seconds: float) -> None:
-        """How fast prompts are computed, from the steps that are mostly that."""
+        """How fast prompts are computed, from the steps that are mostly that, and how long decodes wait for a token."""
+        self._busy_s += seconds
+        if any(_is_decode(chunk) for chunk in plan.chunks):
+            known = self._decode_step_s or seconds
+            self._decode_step_s = known + _RATE_WEIGHT * (seconds - known)
         num_prefill = sum(chunk.num_tokens for chunk in plan.chunks if not _is_decode(chunk))
         if 2 * num_prefill < plan.num_tokens or seconds <= 0:
             return

@@ -41,7 +41,7 @@ class Part(StrEnum):
 
     ROUTER = "router"
     WORKER = "worker"
-    OPERATOR = "operator"  # reads the state of workers
+    OPERATOR = "operator"  # reads the state of workers and gives them their roles; a person or a planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,7 @@ def channel_credentials(tls: TlsSettings) -> tuple[grpc.ChannelCredentials, str]
 _CALLERS = {
     "/headrace.v1.Worker/Session": {Part.ROUTER},
     "/headrace.v1.Worker/Status": {Part.ROUTER, Part.OPERATOR},
+    "/headrace.v1.Worker/SetRole": {Part.OPERATOR},
     **{
         f"/headrace.v1.KvExchange/{method}": {Part.WORKER}
         for method in ("Handshake", "Prefill", "Lease", "Renew", "Release", "Offer")

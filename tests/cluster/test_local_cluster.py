@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
-from headrace.cluster import placement
-from headrace.cluster.local_cluster import LocalCluster, core_shares, start_ray
-from headrace.cluster.process import ProcessSpec
+from headrace.cluster.local_cluster import LocalCluster, core_shares
 from headrace.config import Settings
 from headrace.errors import HeadraceError, InvalidRequest, LayoutMismatch, ModelError, Unavailable
 from tests.support.processes import ask, assert_idle, children_of, eventually, tokens, worker_status
@@ -130,24 +126,6 @@ def test_a_model_that_is_missing_ends_the_start_and_cleans_up(settings):
         "all processes ended",
         timeout_s=20,
     )
-
-
-@pytest.mark.timeout(120)
-def test_ra01_a_placement_that_can_never_be_met_names_the_resource(settings, tmp_path):
-    short = Path(tempfile.mkdtemp(prefix="hr-"))
-    start_ray(2, short)  # Ray's sockets lie in it, and their paths may have 107 bytes
-    try:
-        spec = ProcessSpec("prefill-0", "prefill", settings, (), tmp_path / "log")
-        for bundles, words in (
-            ([{"CPU": 1.0}] * 3, "prefill-0 .* 3 CPU, the largest machine has 2"),
-            ([{"GPU": 1.0}], "prefill-0 .* 1 GPU, the largest machine has 0"),
-        ):
-            with pytest.raises(Unavailable, match=words):
-                placement.place(spec, bundles)
-        assert ray.available_resources()["CPU"] == 2
-    finally:
-        ray.shutdown()
-        shutil.rmtree(short, ignore_errors=True)
 
 
 def test_core_shares_are_disjoint_while_there_are_enough():

@@ -33,7 +33,7 @@ async def test_certificates_made_with_openssl_are_good(tmp_path, monkeypatch):
     async with worker_at(files("decode-0")) as address:
         for name, allowed in (
             ("router", {"Session", "Status"}),
-            ("operator", {"Status"}),
+            ("operator", {"Status", "SetRole"}),
             ("decode-0", {"Renew"}),
         ):
             async with channel_of(address, files(name)) as channel:

@@ -33,6 +33,9 @@ class Worker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvExchangeServicer):
     async def Status(self, request, context):
         return worker_pb2.StatusResponse(worker_id=str(CALLER.get()))
 
+    async def SetRole(self, request, context):
+        return worker_pb2.SetRoleResponse()
+
     async def Session(self, request_iterator, context):
         yield worker_pb2.StepFrame(incarnation=str(CALLER.get()))
         async for _ in request_iterator:
@@ -93,6 +96,7 @@ async def outcomes(channel: grpc.aio.Channel) -> dict[str, str]:
     return {
         "Session": await outcome(worker.Session(timeout=5)),
         "Status": await outcome(worker.Status(worker_pb2.StatusRequest(), timeout=5)),
+        "SetRole": await outcome(worker.SetRole(worker_pb2.SetRoleRequest(role="decode"), timeout=5)),
         "Renew": await outcome(exchange.Renew(kv_pb2.RenewRequest(), timeout=5)),
         "health": await outcome(
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
@@ -105,7 +109,7 @@ async def outcomes(channel: grpc.aio.Channel) -> dict[str, str]:
     [
         ("router", "default", {"Session", "Status", "health"}),
         ("worker", "default", {"Renew", "health"}),
-        ("operator", "default", {"Status", "health"}),
+        ("operator", "default", {"Status", "SetRole", "health"}),
         ("router", "other", {"health"}),
         ("worker", "other", {"health"}),
         ("client", "default", {"health"}),  # no role of ours

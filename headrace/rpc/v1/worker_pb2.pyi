@@ -214,6 +214,30 @@ class SequenceEnd(_message.Message):
     mean_batch_context_tokens: float
     def __init__(self, error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transport: _Optional[str] = ..., failed_attempts: _Optional[int] = ..., error_field: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., decode_s: _Optional[float] = ..., decode_tokens: _Optional[int] = ..., mean_batch: _Optional[float] = ..., mean_batch_context_tokens: _Optional[float] = ...) -> None: ...
 
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role", "expected_incarnation", "drain_timeout_s", "force")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    expected_incarnation: str
+    drain_timeout_s: float
+    force: bool
+    def __init__(self, role: _Optional[str] = ..., expected_incarnation: _Optional[str] = ..., drain_timeout_s: _Optional[float] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ("previous_role", "drain_s", "switch_s", "handed_back")
+    PREVIOUS_ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_S_FIELD_NUMBER: _ClassVar[int]
+    HANDED_BACK_FIELD_NUMBER: _ClassVar[int]
+    previous_role: str
+    drain_s: float
+    switch_s: float
+    handed_back: int
+    def __init__(self, previous_role: _Optional[str] = ..., drain_s: _Optional[float] = ..., switch_s: _Optional[float] = ..., handed_back: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -45,6 +45,11 @@ class WorkerStub:
                 request_serializer=headrace_dot_v1_dot_worker__pb2.StatusRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_worker__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/headrace.v1.Worker/SetRole',
+                request_serializer=headrace_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -67,6 +72,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Have the worker do the other part of the work from now on. It takes no new work, finishes what runs, and goes on in
+        the new role with the same cache, in the same incarnation. Answers when that is done; goes on if the caller leaves.
+        A second call for the same role joins the first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +93,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=headrace_dot_v1_dot_worker__pb2.StatusRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_worker__pb2.StatusResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=headrace_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +155,33 @@ class Worker:
             '/headrace.v1.Worker/Status',
             headrace_dot_v1_dot_worker__pb2.StatusRequest.SerializeToString,
             headrace_dot_v1_dot_worker__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Worker/SetRole',
+            headrace_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            headrace_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,11 @@ class WorkerStub:
     """
     Status: _aio.UnaryUnaryMultiCallable[_worker_pb2.StatusRequest, _worker_pb2.StatusResponse]
     """Load, blocks, holds and links to other workers, for operators and tests."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
+    """Have the worker do the other part of the work from now on. It takes no new work, finishes what runs, and goes on in
+    the new role with the same cache, in the same incarnation. Answers when that is done; goes on if the caller leaves.
+    A second call for the same role joins the first.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """What a worker offers to routers."""
@@ -45,5 +50,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_worker_pb2.StatusRequest, _abc.Awaitable[_worker_pb2.StatusResponse]],
     ) -> _abc.Awaitable[_worker_pb2.StatusResponse]:
         """Load, blocks, holds and links to other workers, for operators and tests."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetRoleRequest,
+        context: _aio.ServicerContext[_worker_pb2.SetRoleRequest, _abc.Awaitable[_worker_pb2.SetRoleResponse]],
+    ) -> _abc.Awaitable[_worker_pb2.SetRoleResponse]:
+        """Have the worker do the other part of the work from now on. It takes no new work, finishes what runs, and goes on in
+        the new role with the same cache, in the same incarnation. Answers when that is done; goes on if the caller leaves.
+        A second call for the same role joins the first.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

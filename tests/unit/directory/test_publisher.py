@@ -341,3 +341,22 @@ async def test_without_the_directory_nobody_hurries(joined):
     await joined.cut_during_publish()
     joined.publisher.hurry()
     assert not joined.publisher._wake.is_set()
+
+
+async def test_told_returns_when_the_directory_has_what_the_record_says_now(bench):
+    await bench.publisher.start()
+    try:
+        bench.record = replace(RECORD, draining=True)
+        await bench.publisher.told(5.0)
+        [found] = await bench.directory.workers()
+        assert found.draining
+        bench.directory.cut = True
+        bench.record = RECORD
+        with pytest.raises(Unavailable, match="could not be told within"):
+            await bench.publisher.told(0.05)
+        bench.directory.cut = False
+        await bench.publisher.told(5.0)
+        [found] = await bench.directory.workers()
+        assert not found.draining
+    finally:
+        await bench.publisher.stop()

@@ -466,3 +466,24 @@ def test_holds_of_cached_blocks_are_the_readers_own():
     assert driver.engine.release_hold("l", "me", held)
     assert driver.engine.hold_cached("m", "test", "me", [b"?" * 16, *names], ttl_s=5.0) == {}
     assert not driver.engine.release_hold("m", "me")
+
+
+def test_it_counts_how_long_it_computes_and_how_long_decodes_wait():
+    """Steps of two seconds, by the engine's clock; the first one computes a prompt and decodes nothing."""
+    driver = EngineDriver()
+    run = driver.runner.run
+
+    def slow_run(plan):
+        driver.clock.advance(2.0)
+        return run(plan)
+
+    driver.runner.run = slow_run
+    driver.submit("a", prompt(8), max_tokens=3)
+    driver.engine.step()
+    load = driver.engine.load()
+    assert (load.busy_s, load.decode_step_s, load.prefill_tokens_per_s) == (2.0, 0.0, 4.0)
+    driver.run()
+    load = driver.engine.load()
+    assert (load.busy_s, load.decode_step_s, load.at_s) == (6.0, 2.0, driver.clock.now())
+    driver.clock.advance(10.0)
+    assert driver.engine.load().busy_s == 6.0
