@@ -148,7 +148,8 @@ def up(
         if with_planner:
             from headrace.cli.planner import planner_of
 
-            stack.enter_context(planner_of(of_running_cluster(settings), cluster, cluster.folder / "logs"))
+            log_file = cluster.folder / "logs" / "planner.log"
+            stack.enter_context(planner_of(of_running_cluster(settings), cluster, log_file))
         _describe(running, cluster.folder / "logs")
         _wait_for_signal()
 

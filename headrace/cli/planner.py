@@ -36,9 +36,9 @@ def run_planner(settings: Settings, *, as_json: bool) -> None:
 
 
 @contextmanager
-def planner_of(settings: Settings, workers: Workers, logs: Path) -> Generator[None]:
+def planner_of(settings: Settings, workers: Workers, log_file: Path | None) -> Generator[None]:
     """Within the block a planner runs beside, on a thread of its own, and adds and removes those workers."""
-    configure_logging(settings.log_level, "planner", logs / "planner.log")
+    configure_logging(settings.log_level, "planner", log_file)
     hosted = HostedProcess(lambda report: Planner(settings, RayActuator(workers)))
     try:
         hosted.address(_START_TIMEOUT_S)

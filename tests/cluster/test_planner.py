@@ -57,7 +57,7 @@ def test_workers_are_added_on_ray_and_removed(settings, monkeypatch):
         expected = tokens(ask(cluster.router_address, PROMPT, max_tokens=10))
         directory = settings.directory.model_copy(update={"url": cluster.directory_url})
         running = settings.model_copy(update={"directory": directory})
-        with planner_of(running, cluster, cluster.folder):
+        with planner_of(running, cluster, None):
             eventually(
                 lambda: (
                     set(records(cluster.directory_url, settings)) == {"prefill-0", "prefill-1", "decode-0"}
