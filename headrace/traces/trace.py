@@ -72,17 +72,18 @@ class Trace:
             return self
         random, next_start_s = Random(seed), 0.0
         starts_s: dict[str, float] = {}  # less what was cut from pauses so far
+        recorded_s: dict[str, float] = {}  # of the turn before
         moved: list[TraceRequest] = []
         for request in self.requests:
-            if request.session not in starts_s:
-                starts_s[request.session] = next_start_s
+            session = request.session
+            if session not in starts_s:
+                starts_s[session] = next_start_s
                 next_start_s += random.expovariate(1 / mean_gap_s)
-            think_s = request.think_s
-            if think_s is not None and think_s > think_cap_s:
-                starts_s[request.session] -= think_s - think_cap_s
-                think_s = think_cap_s
-            at_s = request.at_s + starts_s[request.session]
-            moved.append(replace(request, at_s=at_s, think_s=think_s))
+            pause_s = request.at_s - recorded_s.get(session, request.at_s)
+            starts_s[session] -= max(0.0, min(request.think_s or 0.0, pause_s) - think_cap_s)
+            recorded_s[session] = request.at_s
+            think_s = None if request.think_s is None else min(request.think_s, think_cap_s)
+            moved.append(replace(request, at_s=request.at_s + starts_s[session], think_s=think_s))
         return replace(self, requests=tuple(moved), relative=False).in_order()
 
     def faster(self, factor: float) -> Trace:
