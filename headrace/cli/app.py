@@ -36,6 +36,7 @@ from headrace.cli.options import (
     settings_from,
 )
 from headrace.cli.progress import cluster_progress, console, obtain_model, output
+from headrace.cli.simulate import simulate
 from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
@@ -54,6 +55,7 @@ models = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
+app.command()(simulate)
 
 PrefillCount = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")]
 DecodeCount = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]

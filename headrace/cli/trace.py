@@ -27,7 +27,8 @@ def trace(
         typer.Option(min=1, help="Leave out prompts of more tokens. Default: none.", show_default=False),
     ] = None,
     session_gap: Annotated[
-        float, typer.Option(min=0.001, help="Mean seconds between starts of sessions, where times are their own.")
+        float,
+        typer.Option(min=0.001, help="Mean seconds between starts of sessions, where times are their own."),
     ] = 60.0,
     seed: Annotated[int, typer.Option(help="Of these starts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON on standard output.")] = False,

@@ -117,7 +117,9 @@ def service_times(name: str) -> tuple[Machine, ServiceTimes]:
     machine = MACHINES[name]
     rows = [row for row in _table() if row[:3] == (machine.system, machine.model, machine.gpus)]
     prefill = [(n, seconds) for *_, phase, _, n, _, seconds in rows if phase == "prefill"]
-    decode = [(batch, context, seconds) for *_, phase, batch, _, context, seconds in rows if phase == "decode"]
+    decode = [
+        (batch, context, seconds) for *_, phase, batch, _, context, seconds in rows if phase == "decode"
+    ]
     return machine, _fitted(prefill, decode)
 
 
@@ -144,7 +146,9 @@ def _table() -> list[_Row]:
 
 
 def _fitted(prefill: list[tuple[int, float]], decode: list[tuple[int, int, float]]) -> ServiceTimes:
-    prefill_cost = PrefillCost(*_coefficients([(1.0, n, n * n / 2) for n, _ in prefill], [s for _, s in prefill]))
+    prefill_cost = PrefillCost(
+        *_coefficients([(1.0, n, n * n / 2) for n, _ in prefill], [s for _, s in prefill])
+    )
     features = [(1.0, batch, batch * context) for batch, context, _ in decode]
     decode_cost = DecodeCost(*_coefficients(features, [seconds for *_, seconds in decode]))
     factors: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)

@@ -9,7 +9,9 @@ from enum import StrEnum
 class Sight(StrEnum):
     """What routers know of caches."""
 
-    EVENTS = "events"  # what workers publish, late and with losses; and for a while what the router sent there
+    EVENTS = (
+        "events"  # what workers publish, late and with losses; and for a while what the router sent there
+    )
     HISTORY = "history"  # only what the router sent there
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from random import Random
 
@@ -24,14 +25,15 @@ from headrace.directory.records import DirectoryEvent, Role, RouterShare, Worker
 from headrace.rpc.v1 import worker_pb2
 from headrace.simulate.cache import BlockCache
 from headrace.simulate.routers import MODEL, SimulatedRouter
+from headrace.simulate.schemes import Scheme
 from headrace.simulate.service_times import ServiceTimes, service_times
 from headrace.simulate.settings import HISTORY_TTL_S, FleetSettings, Sight
 from headrace.simulate.workers import Life, Worker, noise_of, num_chunks
 from headrace.tier import Tier
 from headrace.traces.trace import Trace, TraceRequest, num_matched_tokens
-from router.costs import TransferCost
+from router.costs import TransferCost, WorkerCosts
 from router.ledger import Charge
-from router.policy.views import Policy, RequestView, Targets, sources
+from router.policy.views import MAX_SOURCES, ClusterView, Pool, RequestView, Targets, WorkerView, sources
 
 _KEY_BLOCKS = 2  # of a prompt's beginning, for policies that hash it: in some traces all share the first
 _DEFAULT_TOKENS = 512  # a block, where the trace has none
@@ -43,8 +45,7 @@ _Action = Callable[[], None]
 class Simulation:
     """Of one policy, once: `run`."""
 
-    def __init__(self, trace: Trace, policy: Policy, settings: FleetSettings, seed: int, *, fetches: bool) -> None:
-        """`fetches`: prefill workers get blocks from others where the plan says so."""
+    def __init__(self, trace: Trace, scheme: Scheme, settings: FleetSettings, seed: int) -> None:
         machine, times = service_times(settings.machine)
         self.trace = trace
         self.settings = settings
@@ -52,12 +53,10 @@ class Simulation:
         self.clock = VirtualClock()
         self.block_tokens = trace.block_tokens or _DEFAULT_TOKENS
         self.token_bytes = machine.token_bytes
-        self._fetches = fetches
+        self._scheme = scheme
+        self._all_blocks = BlockCache(None) if scheme.one_cache else None
         self.link = TransferCost(settings.link_latency_s, 1 / settings.link_bytes_per_s)
-        self.workers = [
-            self._worker(number, role, times) for number, role in enumerate(_roles(settings))
-        ]
-        self._policy = policy
+        self.workers = [self._worker(number, role, times) for number, role in enumerate(_roles(settings))]
         self._routing, self._losses = Random(f"routing {seed}"), Random(f"losses {seed}")
         self._noise = noise_of(Random(f"noise {seed}"), settings.noise)
         self._events: list[tuple[float, int, _Action]] = []
@@ -103,12 +102,12 @@ class Simulation:
         router = self.routers[number]
         blocks = request.blocks[: request.num_input // self.block_tokens]
         hashes = self._hashes(blocks)
-        cluster = router.cluster(hashes)
-        plan = self._policy(self._view_of(request), cluster)
+        cluster = self._truth(blocks) if self._scheme.knows_all else router.cluster(hashes)
+        plan = self._scheme.policy(self._view_of(request), cluster)
         router.assume(plan, hashes)
         charge = Charge(router.ledger, plan, request.num_input)
         life = Life(request, self.clock.now(), blocks, number, plan, charge)
-        if self._fetches and plan.prediction.fetched_tokens:
+        if self._scheme.fetches and plan.prediction.fetched_tokens:
             life.sources = tuple(self._by_id[view.worker_id].number for view in sources(plan, cluster))
         self._submit(life)
 
@@ -120,12 +119,48 @@ class Simulation:
             key = seed = _number_of(request.session)
         return RequestView(request.num_input, seed, key, TARGETS)
 
+    def _truth(self, blocks: Sequence[int]) -> ClusterView:
+        """What no router can know."""
+        views = {
+            role: [self._true_view(worker, blocks) for worker in self.workers if worker.record.role == role]
+            for role in Role
+        }
+        prefill, decode = views[Role.PREFILL], views[Role.DECODE] or views[Role.BOTH]
+        most = sorted((*prefill, *decode), key=lambda view: view.cached_tokens, reverse=True)[
+            : 1 + MAX_SOURCES
+        ]
+        return ClusterView(
+            Pool.of(prefill),
+            Pool.of(decode),
+            tuple(view for view in most if view.cached_tokens),
+            self.token_bytes if self._scheme.fetches else 0.0,
+            lambda owner, reader: self.link,
+        )
+
+    def _true_view(self, worker: Worker, blocks: Sequence[int]) -> WorkerView:
+        record, batch = worker.record, worker.batch
+        computes = record.role != Role.DECODE
+        return WorkerView(
+            record.worker_id,
+            record.incarnation,
+            record.address,
+            cached_tokens=worker.cache.match(blocks) * self.block_tokens,
+            block_size_tokens=self.block_tokens,
+            capacity_tokens=worker.capacity_tokens,
+            queue_s=worker.queue_s(self.clock.now()) if computes else math.inf,
+            active_sequences=len(batch),
+            active_tokens=batch.context_tokens,
+            costs=WorkerCosts(worker.times.prefill, worker.times.decode),
+        )
+
     # --- prefill
 
     def _submit(self, life: Life) -> None:
         plan = life.plan
         worker = self._by_id[(plan.prefill[0] if plan.prefill else plan.decode).worker_id]
         worker.queue.append(life)
+        life.expected_s = self._expected_s(worker, life)
+        worker.backlog_s += life.expected_s
         if worker.computing is None:
             self._compute_next(worker)
         self._tell_load(worker)
@@ -135,6 +170,7 @@ class Simulation:
         if life is None:
             return
         now_s = self.clock.now()
+        worker.backlog_s = worker.backlog_s - life.expected_s if worker.queue else 0.0
         life.started_s = now_s
         tokens = life.request.num_input
         matched = worker.cache.match(life.blocks)
@@ -154,6 +190,12 @@ class Simulation:
         self._hand_over(worker, life, now_s + wait_s)
         self._at(worker.free_at_s, partial(self._prefilled, worker, life))
         self._retime(worker)
+
+    def _expected_s(self, worker: Worker, life: Life) -> float:
+        """Of computing it with what is cached now."""
+        known = worker.cache.match(life.blocks) * self.block_tokens
+        missing = max(1, life.request.num_input - known)
+        return worker.times.prefill_s(missing, life.request.num_input - missing)
 
     def _from_host(self, worker: Worker, life: Life, matched: int) -> float:
         """Seconds of copying up what is below the device."""
@@ -195,8 +237,7 @@ class Simulation:
 
     def _prefilled(self, worker: Worker, life: Life) -> None:
         life.first_token_s = self.clock.now()
-        if life.charge is not None:
-            life.charge.prefilled()
+        life.charge.prefilled()
         worker.cache.keep(life.blocks)
         self._changed(worker)
         if life.num_decoded:
@@ -232,9 +273,9 @@ class Simulation:
         self._over(life)
 
     def _over(self, life: Life) -> None:
+        life.over_s = self.clock.now()
         self.lives.append(life)
-        if life.charge is not None:
-            life.charge.close()
+        life.charge.close()
         router = self.routers[life.router]
         decode = self._by_id[life.plan.decode.worker_id].record
         prefill = self._by_id[life.plan.prefill[0].worker_id].record if life.plan.prefill else decode
@@ -263,7 +304,7 @@ class Simulation:
 
     def _changed(self, worker: Worker) -> None:
         """Something to publish: with the worker's next event."""
-        if worker.is_publishing or self.settings.sight is Sight.HISTORY:
+        if worker.is_publishing or self.settings.sight is Sight.HISTORY or self._scheme.knows_all:
             return
         worker.is_publishing = True
         interval_s = self.settings.event_interval_s
@@ -305,12 +346,12 @@ class Simulation:
         for life in worker.batch.lives():
             for place, more in enumerate((1, life.request.num_input, 0)):
                 sums[life.router][place] += more
-        return tuple(RouterShare(self.routers[number].name, *counts) for number, counts in sorted(sums.items()))
+        return tuple(
+            RouterShare(self.routers[number].name, *counts) for number, counts in sorted(sums.items())
+        )
 
     def _snapshot(self, worker: Worker) -> BlockSnapshot:
-        return BlockSnapshot(
-            worker.sequence, dict.fromkeys(self._hashes(worker.cache.before()), Tier.DEVICE)
-        )
+        return BlockSnapshot(worker.sequence, dict.fromkeys(self._hashes(worker.cache.before()), Tier.DEVICE))
 
     # --- the rest
 
@@ -349,10 +390,12 @@ class Simulation:
             draining=False,
             load=load,
             # Unknown where blocks are not fetched: then no plan counts on it.
-            block_bytes=self.token_bytes * self.block_tokens if self._fetches else 0,
+            block_bytes=self.token_bytes * self.block_tokens if self._scheme.fetches else 0,
             kind=settings.machine,
         )
-        cache = BlockCache(settings.blocks_per_worker, settings.host_blocks_per_worker)
+        cache = self._all_blocks
+        if cache is None:
+            cache = BlockCache(settings.blocks_per_worker, settings.host_blocks_per_worker)
         return Worker(number, record, cache, times, settings.blocks_per_worker * self.block_tokens)
 
 

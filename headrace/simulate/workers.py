@@ -33,13 +33,15 @@ class Life:
     blocks: tuple[int, ...]  # the full ones: those that can be cached
     router: int
     plan: Plan
-    charge: Charge | None
+    charge: Charge
     sources: tuple[int, ...] = ()  # workers to fetch from
+    expected_s: float = 0.0  # of computing, by the worker's cache when it came
     num_cached: int = 0  # tokens, without those fetched
     num_fetched: int = 0
     num_host: int = 0  # of those cached: from the host tier
     started_s: float = 0.0  # computing
     first_token_s: float = 0.0
+    over_s: float = 0.0
     ready_s: float = 0.0  # when the KV is where it decodes
     joined_s: float = 0.0
     prefill_s: float = 0.0
@@ -49,6 +51,10 @@ class Life:
     @property
     def num_computed(self) -> int:
         return self.request.num_input - self.num_cached - self.num_fetched
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        return self.plan.prediction.ttft_s
 
     @property
     def num_decoded(self) -> int:

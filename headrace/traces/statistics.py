@@ -102,7 +102,9 @@ class Statistics:
 OnStage = Callable[[str], None]
 
 
-def statistics_of(trace: Trace, capacities: Iterable[int] = CAPACITIES, on_stage: OnStage | None = None) -> Statistics:
+def statistics_of(
+    trace: Trace, capacities: Iterable[int] = CAPACITIES, on_stage: OnStage | None = None
+) -> Statistics:
     """`on_stage` is called with the name of each part before it is computed."""
     tell = on_stage or (lambda _: None)
     inputs = [request.num_input for request in trace.requests]
@@ -147,7 +149,9 @@ def _window(times: _Array, seconds: int) -> Window:
     whole = int(times[-1] // seconds)
     counts = np.bincount((times // seconds).astype(np.int64), minlength=whole)[:whole]
     mean = counts.mean()
-    return Window(seconds, float(counts.std() / mean), float(counts.max() / mean), float((counts == 0).mean()))
+    return Window(
+        seconds, float(counts.std() / mean), float(counts.max() / mean), float((counts == 0).mean())
+    )
 
 
 def sharing_of(trace: Trace) -> Sharing:

@@ -95,7 +95,9 @@ class Trace:
         if copies == 1:
             return self
         size = 1 + max((block for request in self.requests for block in request.blocks), default=0)
-        parts = (_copy(request, number, number * size) for number in range(copies) for request in self.requests)
+        parts = (
+            _copy(request, number, number * size) for number in range(copies) for request in self.requests
+        )
         return replace(self, requests=tuple(parts)).in_order()
 
     def in_order(self) -> Trace:
@@ -119,4 +121,3 @@ def _copy(request: TraceRequest, number: int, offset: int) -> TraceRequest:
 def num_matched_tokens(request: TraceRequest, num_blocks: int, block_tokens: int) -> int:
     """Of the prompt, in its first so many blocks, of which the last may be a part of one."""
     return min(num_blocks * block_tokens, request.num_input)
-
