@@ -55,8 +55,8 @@ def longest_prefix(request: RequestView, cluster: ClusterView) -> Plan:
 
 def longest_if_gain(request: RequestView, cluster: ClusterView) -> Plan:
     """argmax m_w where that is 1,024 tokens more than the worst has, else least work."""
-    most, least = _extremes(cluster)
-    if most - least < _GAIN_TOKENS:
+    most, fewest = _extremes(cluster)
+    if most - fewest < _GAIN_TOKENS:
         return least(request, cluster, lambda worker: worker.queue_s, "no prefix is worth it: least work")
     return least(request, cluster, lambda worker: (-worker.cached_tokens, worker.queue_s), "longest prefix")
 
@@ -64,15 +64,15 @@ def longest_if_gain(request: RequestView, cluster: ClusterView) -> Plan:
 def longest_if_idle(request: RequestView, cluster: ClusterView) -> Plan:
     """The same among those with less than a second of work, else least work."""
     pool = cluster.prefill or cluster.decode
-    most, least = _extremes(cluster)
+    most, fewest = _extremes(cluster)
     holder = min(pool, key=lambda worker: (-worker.cached_tokens, worker.queue_s))
-    if most - least < _GAIN_TOKENS or holder.queue_s >= _MAX_QUEUE_S:
+    if most - fewest < _GAIN_TOKENS or holder.queue_s >= _MAX_QUEUE_S:
         return least(request, cluster, lambda worker: worker.queue_s, "no idle holder: least work")
     return least(request, cluster, lambda worker: (-worker.cached_tokens, worker.queue_s), "longest prefix")
 
 
 def affinity_filter(request: RequestView, cluster: ClusterView) -> Plan:
-    """llm-d: of workers with m_w / L >= 0.8 the soonest, unless that is 5 s later than elsewhere, or in 1 % of cases."""
+    """llm-d: of workers with m_w / L >= 0.8 the soonest, if that is not 5 s later than elsewhere; not in 1 % of cases."""
     pool = cluster.prefill or cluster.decode
     holders = [worker for worker in pool if worker.cached_tokens >= _AFFINITY * request.num_prompt_tokens]
 

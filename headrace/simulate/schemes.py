@@ -1,7 +1,7 @@
 """What can be simulated: the router's policies, more of what others do, and bounds that no router can reach.
 
-A scheme is a policy with what it takes to be what its source describes: whether prefill workers fetch blocks from others
-for it, and whether it is told the truth.
+A scheme is a policy with what it takes to be what its source describes: whether prefill workers fetch blocks from
+others for it, and whether it is told the truth.
 """
 
 from __future__ import annotations

@@ -147,9 +147,9 @@ def _table() -> list[_Row]:
 
 def _fitted(prefill: list[tuple[int, float]], decode: list[tuple[int, int, float]]) -> ServiceTimes:
     prefill_cost = PrefillCost(
-        *_coefficients([(1.0, n, n * n / 2) for n, _ in prefill], [s for _, s in prefill])
+        *_coefficients([(1.0, float(n), n * n / 2) for n, _ in prefill], [s for _, s in prefill])
     )
-    features = [(1.0, batch, batch * context) for batch, context, _ in decode]
+    features = [(1.0, float(batch), float(batch * context)) for batch, context, _ in decode]
     decode_cost = DecodeCost(*_coefficients(features, [seconds for *_, seconds in decode]))
     factors: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for batch, context, seconds in sorted(decode):

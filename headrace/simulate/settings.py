@@ -17,7 +17,7 @@ class Sight(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """Workers are alike. With `num_decode` 0 each of them prefills and decodes, else `num_prefill` do nothing but prefill.
+    """Workers are alike. With `num_decode` 0 each of them prefills and decodes, else `num_prefill` only prefill.
 
     Links are one per worker and direction; who comes first is served first.
     """

@@ -1,5 +1,5 @@
-"""Reuse distance: how many different blocks were used since a block was last used. A cache that evicts the least recently
-used of that many blocks, and more, would still have it.
+"""Reuse distance: how many different blocks were used since a block was last used. A cache of more blocks than that,
+which evicts the least recently used, still has it.
 
 Between an access i and the one before it of the same block, prev(i), an access j is the first to its block there if
 prev(j) <= prev(i). All j up to prev(i) fulfil that, too, so the distance is

@@ -40,8 +40,8 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         array = np.asarray(values, np.float64)
-        at = np.percentile(array, (10, 25, 50, 75, 90, 95, 99)).tolist()
-        return cls(float(array.mean()), *at, float(array.max()))
+        p10, p25, p50, p75, p90, p95, p99 = np.percentile(array, (10, 25, 50, 75, 90, 95, 99)).tolist()
+        return cls(float(array.mean()), p10, p25, p50, p75, p90, p95, p99, float(array.max()))
 
 
 @dataclass(frozen=True, slots=True)

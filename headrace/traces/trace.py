@@ -1,7 +1,7 @@
 """A trace: who arrived when, how long prompt and answer were, and which blocks of the prompt others have in common.
 
-Block ids are chained: two prompts with equal id at a position are equal up to the end of that block. The last block of a
-prompt may be a part of one.
+Block ids are chained: two prompts with equal id at a position are equal up to the end of that block. The last block of
+a prompt may be a part of one.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Trace:
         return replace(self, requests=tuple(spread))
 
     def with_starts(self, mean_gap_s: float, seed: int, think_cap_s: float = THINK_CAP_S) -> Trace:
-        """Sessions that start as a Poisson process, in the order of the file, and in which nobody thinks for longer than
-        the cap. A trace whose times are not of each session's own stays as it is.
+        """Sessions that start as a Poisson process, in the order of the file, and in which nobody thinks for longer
+        than the cap. A trace whose times are not of each session's own stays as it is.
         """
         if not self.relative:
             return self
