@@ -194,7 +194,7 @@ def _run_all(
 
 
 def _write(path: Path | None, trace: Trace, shape: _Shape, settings: FleetSettings, rows: list[Row]) -> None:
-    """The same bytes for the same command: nothing of this machine is in it. Raises InvalidRequest where it can not be."""
+    """The same bytes for the same command: nothing of this machine is in it. Raises InvalidRequest."""
     if path is None:
         return
     facts = {"name": trace.name, "format": trace.format, "sha256": trace.sha256}
