@@ -117,20 +117,25 @@ def test_a_missing_field_is_named(written, field):
 
 @pytest.mark.parametrize("line", ["{", "[1]", "7", '{"a":' * 50_000])
 def test_what_is_no_object_is_named(written, line):
-    with pytest.raises(InvalidRequest, match="line 2: .* it must be a JSON object"):
+    with pytest.raises(InvalidRequest, match=r"line 2: .* it must be a JSON object"):
         read_trace(written(GOOD, line))
 
 
 def test_a_bad_row_of_azure_is_named(written):
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
-    for row in ("yesterday,1,2", "2023-11-16 18:15:46,1", "2023-11-16 18:15:46,0,2", "2023-11-16 18:15:46,x,2"):
+    for row in (
+        "yesterday,1,2",
+        "2023-11-16 18:15:46,1",
+        "2023-11-16 18:15:46,0,2",
+        "2023-11-16 18:15:46,x,2",
+    ):
         with pytest.raises(InvalidRequest, match="line 2, "):
             read_trace(written(header, row))
 
 
 def test_bad_sessions_are_named(written):
     for session in ({"requests": 3}, {"requests": [3]}, {"requests": [entry(0.0, [1], out="x")]}):
-        with pytest.raises(InvalidRequest, match="line 1, (requests|out)"):
+        with pytest.raises(InvalidRequest, match=r"line 1, (requests|out)"):
             read_trace(written(session))
 
 

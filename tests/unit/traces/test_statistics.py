@@ -34,7 +34,7 @@ def agentic_whole() -> Trace:
 def agentic() -> Trace:
     """Its sessions without the sub-agents, as the published figures count them."""
     trace = agentic_whole()
-    rows = [json.loads(line) for line in gzip.open(AGENTIC)]
+    rows = [json.loads(line) for line in gzip.decompress(AGENTIC.read_bytes()).splitlines()]
     helpers = {row["session_id"] for row in rows if "parent_session" in row}
     kept = tuple(request for request in trace.requests if request.session not in helpers)
     return Trace(trace.name, trace.format, trace.sha256, trace.block_tokens, kept, relative=True)
@@ -54,7 +54,11 @@ def test_conversation_lengths_and_arrivals():
     ]  # fmt: skip
     arrivals = figures.arrivals
     assert arrivals is not None
-    assert (round(arrivals.duration_s), round(arrivals.rate, 2), arrivals.distinct_times) == (3_537, 3.40, 1_180)
+    assert (round(arrivals.duration_s), round(arrivals.rate, 2), arrivals.distinct_times) == (
+        3_537,
+        3.40,
+        1_180,
+    )
     _, ten, sixty = arrivals.windows
     assert (round(ten.cv, 2), round(ten.peak_over_mean, 1)) == (0.25, 2.0)
     assert (round(sixty.cv, 2), round(sixty.peak_over_mean, 1)) == (0.12, 1.2)
@@ -160,7 +164,13 @@ def test_reuse_distance_is_what_a_stack_shows():
 def test_the_command_prints_and_writes_the_same_figures():
     plain = CliRunner().invoke(app, ["bench", "trace", str(CONVERSATION)], catch_exceptions=False)
     assert plain.exit_code == 0
-    for figure in ("12,031", "288,500, 182,790, 105,710", "36.64% of blocks, 37.36% of tokens", "8,356", "29.3%"):
+    for figure in (
+        "12,031",
+        "288,500, 182,790, 105,710",
+        "36.64% of blocks, 37.36% of tokens",
+        "8,356",
+        "29.3%",
+    ):
         assert figure in plain.stdout
     as_json = CliRunner().invoke(app, ["bench", "trace", "--json", str(CONVERSATION)], catch_exceptions=False)
     figures = json.loads(as_json.stdout)

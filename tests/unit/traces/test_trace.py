@@ -36,7 +36,9 @@ def test_sessions_get_starts_and_nobody_thinks_for_too_long():
     def turn(session, at_s, think_s=None):
         return TraceRequest(at_s, 1, 1, (), session, think_s)
 
-    trace = trace_of(turn("a", 0.0), turn("a", 500.0, 490.0), turn("a", 510.0, 9.0), turn("b", 0.0), relative=True)
+    trace = trace_of(
+        turn("a", 0.0), turn("a", 500.0, 490.0), turn("a", 510.0, 9.0), turn("b", 0.0), relative=True
+    )
     started = trace.with_starts(10.0, seed=3, think_cap_s=60.0)
     a, b = started.by_session()["a"], started.by_session()["b"]
     assert [request.at_s - a[0].at_s for request in a] == [0.0, 70.0, 80.0]
