@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 
 import grpc
@@ -259,7 +260,9 @@ class Sessions:
         task = self._opening.get(incarnation)
         if task is None or (task.done() and (task.exception() or task.result().lost)):
             task = asyncio.create_task(
-                self._open(worker_id, incarnation, address), name=f"open session {worker_id}"
+                self._open(worker_id, incarnation, address),
+                name=f"open session {worker_id}",
+                context=Context(),  # its log lines are not of the request that came first
             )
             self._opening[incarnation] = task
         try:

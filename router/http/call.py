@@ -25,9 +25,7 @@ from headrace.errors import (
     HeadraceError,
     InternalError,
     InvalidRequest,
-    Overloaded,
     RequestCancelled,
-    Unavailable,
 )
 from router.callers import Callers
 from router.http.json_body import Body, parsed
@@ -171,7 +169,7 @@ class Call:
                 await self._end(b"")
             return
         headers: dict[str, str] = {}
-        if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
+        if error.retry_after_s:
             headers["retry-after"] = str(math.ceil(error.retry_after_s))
             headers["retry-after-ms"] = str(math.ceil(1000 * error.retry_after_s))
         if status == 401:
