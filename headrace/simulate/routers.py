@@ -47,8 +47,9 @@ class SimulatedRouter:
         for worker in (*plan.prefill[:1], plan.decode):
             self.view.assume(worker.worker_id, worker.incarnation, hashes)
 
-    def hear(self, event: DirectoryEvent, snapshot: Callable[[], BlockSnapshot]) -> None:
+    def hear(self, event: DirectoryEvent, snapshot: Callable[[], BlockSnapshot], age_s: float) -> None:
         """With a gap before it, the worker's whole set is read."""
+        self.view.report_age_s = age_s
         if not self.view.apply(event):
             self.view.load(event.worker_id, event.incarnation, snapshot())
 

@@ -328,7 +328,9 @@ class Simulation:
         cache.went.clear()
         for router in self.routers:
             if not self.settings.event_loss or self._losses.random() >= self.settings.event_loss:
-                hear = partial(router.hear, event, partial(self._snapshot, worker))
+                hear = partial(
+                    router.hear, event, partial(self._snapshot, worker), self.settings.event_delay_s
+                )
                 self._at(self.clock.now() + self.settings.event_delay_s, hear)
 
     def _tell_load(self, worker: Worker) -> None:

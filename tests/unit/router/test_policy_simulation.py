@@ -78,6 +78,17 @@ def test_routers_that_do_not_hear_of_one_another_decide_worse():
     assert untold[0] > 1.2 * told[0]
 
 
+def test_routers_that_hear_of_one_another_late_do_not_all_choose_the_same():
+    """With reports a second old the one that looks idle has had others' prompts for a second."""
+    late = Events(delay_s=1.0)
+    own, random = (
+        quality(policy, num_routers=4, events=late, num_requests=400)
+        for policy in ("predicted_time", "random")
+    )
+    assert own[0] < random[0]
+    assert own[1] < random[1]
+
+
 def test_with_late_lost_or_no_events_it_gets_worse_step_by_step_and_stays_better_than_chance():
     timely, lossy, late, later, never = (
         quality(events=events)
