@@ -72,7 +72,7 @@ def longest_if_idle(request: RequestView, cluster: ClusterView) -> Plan:
 
 
 def affinity_filter(request: RequestView, cluster: ClusterView) -> Plan:
-    """llm-d: of workers with m_w / L >= 0.8 the soonest, unless that is 5 s later than elsewhere; in 1 % of cases any."""
+    """llm-d: of workers with m_w / L >= 0.8 the soonest, unless that is 5 s later than elsewhere; in 1 % any."""
     pool = cluster.prefill or cluster.decode
     holders = [worker for worker in pool if worker.cached_tokens >= _AFFINITY * request.num_prompt_tokens]
 
