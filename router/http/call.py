@@ -123,6 +123,8 @@ class Call:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise RequestCancelled("the client left")
+            if working.cancelled():  # it hung in a write
+                raise RequestCancelled("the client does not read")
             working.result()
         finally:
             working.cancel()
