@@ -77,6 +77,7 @@ class Watcher:
         self._expires_at = dict.fromkeys(self._view.workers, self._clock.now() + self._ttl_s)
         await self._refresh()
         await self._load(list(self._view.workers))
+        self._view.report_age_s = 0.0
 
     async def follow(self, timeout_s: float) -> None:
         """One batch of events, waiting up to `timeout_s` for the first. Raises Unavailable: then `synchronise`."""
