@@ -19,7 +19,7 @@ FILE = Path(__file__).parents[2] / "data" / "traces" / "mooncake_conversation.js
 @cache
 def beginning() -> Trace:
     trace = read_trace(FILE)
-    return Trace("conversation", trace.format, "", 512, trace.requests[:1_500]).dejittered(0).faster(3.0)
+    return Trace("conversation", trace.format, "", 512, trace.requests[:1_000]).dejittered(0).faster(3.0)
 
 
 @cache
@@ -52,4 +52,4 @@ def test_the_default_does_well_and_does_not_collapse_on_the_block_that_all_share
 def test_the_longest_prefix_alone_sends_all_to_one_worker():
     longest = row("longest_prefix")
     assert longest.busy_max_over_mean > 7.5
-    assert longest.ttft_mean_s > 100 * row("random").ttft_mean_s
+    assert longest.ttft_mean_s > 50 * row("random").ttft_mean_s
