@@ -11,17 +11,16 @@ dispatcher owns one `FleetCosts`; policies read it through the snapshot.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from dataclasses import astuple, dataclass
-
-import numpy as np
-import numpy.typing as npt
+from operator import mul
 
 from headrace.clock import Clock, SystemClock
 from headrace.directory.records import WorkerRecord
 from headrace.rpc.v1 import worker_pb2
 
-_Vector = npt.NDArray[np.float64]
+_Matrix = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,50 +100,74 @@ class RecursiveFit:
 
     def __init__(self, prior: tuple[float, ...], *, memory: int = 200, ridge: float = 0.05) -> None:
         """`prior` > 0. An observation's weight has fallen to 1/e after `memory` others."""
-        self.prior = np.array(prior)
+        self.prior = prior
         self.num_observations = 0
         self._keep = 1 - 1 / memory
         self._ridge = ridge
-        self._normal = np.zeros((len(prior), len(prior)))
-        self._target = np.zeros(len(prior))
-        self._scale = np.ones(len(prior))
+        self._normal = [[0.0] * len(prior) for _ in prior]
+        self._target = [0.0] * len(prior)
+        self._scale = [1.0] * len(prior)
         self.coefficients = prior
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
         """Nothing happens for what is not a positive, finite time."""
-        x = np.array(features) * self.prior
-        predicted = float(x @ self._scale)
-        if not (0 < seconds < np.inf and predicted > 0):
+        x = [feature * prior for feature, prior in zip(features, self.prior, strict=True)]
+        predicted = sum(map(mul, x, self._scale))
+        if not (0 < seconds < math.inf and predicted > 0):
             return
         error = abs(seconds / predicted - 1)
         weight = min(1.0, 1.0 / error) if error else 1.0
-        x /= predicted
-        self._normal = self._keep * self._normal + weight * np.outer(x, x)
-        self._target = self._keep * self._target + weight * x * (seconds / predicted)
+        for row, each in zip(self._normal, x, strict=True):
+            factor = weight * each / predicted / predicted
+            row[:] = [self._keep * old + factor * other for old, other in zip(row, x, strict=True)]
+        factor = weight * seconds / predicted / predicted
+        self._target = [self._keep * old + factor * each for old, each in zip(self._target, x, strict=True)]
         self.num_observations += 1
         self._scale = self._solved()
-        self.coefficients = tuple((self.prior * self._scale).tolist())
+        self.coefficients = tuple(map(mul, self.prior, self._scale))
 
-    def _solved(self) -> _Vector:
-        size = len(self.prior)
-        normal = self._normal + self._ridge * np.eye(size)
-        target = self._target + self._ridge
-        best = np.linalg.solve(normal, target).astype(np.float64)
-        return best if best.min() >= 0 else _non_negative(normal, target)
+    def _solved(self) -> list[float]:
+        normal = [list(row) for row in self._normal]
+        for place, row in enumerate(normal):
+            row[place] += self._ridge
+        target = [each + self._ridge for each in self._target]
+        best = _solution(normal, target)
+        return best if min(best) >= 0 else _non_negative(normal, target)
 
 
-def _non_negative(normal: _Vector, target: _Vector) -> _Vector:
+def _non_negative(normal: _Matrix, target: list[float]) -> list[float]:
     """The minimiser of u·N·u/2 - t·u over u >= 0: the best of those that set some coefficients to 0."""
     size = len(target)
-    best, best_value = np.zeros(size), 0.0
+    best, best_value = [0.0] * size, 0.0
     for count in range(1, size):
         for chosen in itertools.combinations(range(size), count):
-            part = np.linalg.solve(normal[np.ix_(chosen, chosen)], target[list(chosen)])
-            value = float(-part @ target[list(chosen)] / 2)
-            if part.min() >= 0 and value < best_value:
-                best, best_value = np.zeros(size), value
-                best[list(chosen)] = part
+            wanted = [target[i] for i in chosen]
+            part = _solution([[normal[i][j] for j in chosen] for i in chosen], wanted)
+            value = -sum(map(mul, part, wanted)) / 2
+            if min(part) >= 0 and value < best_value:
+                best, best_value = [0.0] * size, value
+                for place, each in zip(chosen, part, strict=True):
+                    best[place] = each
     return best
+
+
+def _solution(normal: _Matrix, target: list[float]) -> list[float]:
+    """Of N·u = t by elimination; N is positive definite, so no pivot is 0. Of so few unknowns numpy's call alone takes
+    several times as long, and this runs at each report.
+    """
+    rows = [[*row, each] for row, each in zip(normal, target, strict=True)]
+    size = len(rows)
+    for place, pivot in enumerate(rows):
+        for row in rows[place + 1 :]:
+            factor = row[place] / pivot[place]
+            for column in range(place, size + 1):
+                row[column] -= factor * pivot[column]
+    solution = [0.0] * size
+    for place in reversed(range(size)):
+        row = rows[place]
+        known = sum(row[column] * solution[column] for column in range(place + 1, size))
+        solution[place] = (row[size] - known) / row[place]
+    return solution
 
 
 class _KindFit:

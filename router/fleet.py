@@ -21,6 +21,7 @@ from router.policy.views import MAX_SOURCES, ClusterView, Columns, Floats, Pool,
 
 _Indices = NDArray[np.int64]
 
+_MAX_AGE_S = 2.0  # queues are seldom longer: what is older tells nothing anyway
 _MAX_HOLDERS = 1 + MAX_SOURCES  # the one that prefills may be among them
 
 
@@ -60,14 +61,24 @@ class Fleet:
             return None
         preferred = self._without(decode, failed)
         others = self._view.loads_of_others(self.places)
-        moment = _Moment(self, matches, self._ledger.figures(self._rows), others, costs)
+        own = self._ledger.figures(self._rows)
+        moment = _Moment(self, matches, own, others, costs)
         return ClusterView(
             prefill=moment.pool(self._without(self._prefill, set_aside)),
             decode=moment.pool(preferred if len(preferred) else decode),
             holders=moment.holders(),
             token_bytes=self._token_bytes,
             transfer=costs.transfer,
+            unseen_s=self._unseen_s(own, others),
         )
+
+    def _unseen_s(self, own: Figures, others: NDArray[np.int64]) -> float:
+        """As long as a report takes, times the other routers' part in what workers have: if they are busy."""
+        age_s = min(self._view.report_age_s, _MAX_AGE_S)
+        num_others = int(others[0].sum())
+        if not age_s or not num_others:
+            return 0.0
+        return age_s * num_others / (num_others + float(own.active_sequences.sum()))
 
     def smallest_capacity_tokens(self, set_aside: Set[str]) -> int:
         """0: there is no decode worker."""

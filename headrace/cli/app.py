@@ -37,6 +37,7 @@ from headrace.cli.options import (
     settings_from,
 )
 from headrace.cli.progress import OnStage, cluster_progress, console, obtain_model, output
+from headrace.cli.simulate import simulate
 from headrace.cluster.process import Kind, ProcessSpec
 from headrace.cluster.running import RunningCluster, announce, find_running
 from headrace.config import Settings
@@ -60,6 +61,7 @@ models = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="model")
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
+app.command()(simulate)
 
 # What a router does without, by the module that is missed: extras of pyproject.toml.
 _EXTRAS = {

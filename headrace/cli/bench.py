@@ -24,6 +24,7 @@ from rich.table import Table
 
 from headrace.cli.options import ConfigOption, ModelOption, SetOption, settings_from
 from headrace.cli.progress import console, obtain_model, output
+from headrace.cli.trace import trace
 from headrace.config import Settings
 from headrace.errors import InvalidRequest
 from headrace.model_config import ModelFiles
@@ -42,6 +43,7 @@ _MAX_WORKERS, _MAX_INDEXED_BLOCKS = 4096, 10**8
 _INTERRUPTED = 130
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+bench.command()(trace)
 
 
 @bench.command()

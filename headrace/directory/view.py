@@ -40,6 +40,9 @@ class DirectoryView:
         self.version = 0  # of `workers`
         self._others = np.zeros((0, 3), np.int64)  # by place: sequences, tokens, pending tokens
         self.num_gaps = 0  # times that an event was missing
+        self.report_age_s = (
+            0.0  # how old what workers report is by the time it is here, as the writer found it last
+        )
         self._clock = clock or SystemClock()
         self._assumed = AssumedContent(assumed_ttl_s, self._clock)
         self._sequences: dict[str, int] = {}  # by worker id: the last event that the index holds

@@ -66,6 +66,7 @@ class Watcher:
                     await self.follow(self._refresh_interval_s)
             except Unavailable as error:
                 num_failures += 1
+                self._view.report_age_s = self.silence_s()
                 if num_failures == 1:
                     log.warning("directory lost, the last view serves on", error=str(error))
             await asyncio.sleep(retry_delay_s(num_failures, _LONGEST_RETRY_S))
@@ -76,13 +77,14 @@ class Watcher:
         self._expires_at = dict.fromkeys(self._view.workers, self._clock.now() + self._ttl_s)
         await self._refresh()
         await self._load(list(self._view.workers))
+        self._view.report_age_s = 0.0
 
     async def follow(self, timeout_s: float) -> None:
         """One batch of events, waiting up to `timeout_s` for the first. Raises Unavailable: then `synchronise`."""
         self._position, events = await self._directory.events(self._position, timeout_s)
         self._answered_at = self._clock.now()
         if events:
-            self.event_lag_s = _age_s(self._position)
+            self.event_lag_s = self._view.report_age_s = _age_s(self._position)
         unread = {event.worker_id for event in events if not self._apply(event)}
         if unread or self._clock.now() - self._refreshed_at >= self._refresh_interval_s:
             await self._refresh()

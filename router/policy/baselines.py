@@ -26,6 +26,7 @@ _BALANCE_RELATIVE = 1.1
 # Bounded-load consistent hashing (Mirrokni, Thorup, Zadimoghaddam 2018); smg `policies/prefix_hash.rs`
 _LOAD_BOUND = 1.25
 _RING_POINTS = 32  # per worker
+Comparable = float | tuple[float, ...]
 # llm-d-inference-scheduler, the precise prefix cache sample
 _PREFIX_WEIGHT, _QUEUE_WEIGHT, _KV_WEIGHT = 2.0, 1.0, 1.0
 
@@ -47,7 +48,7 @@ def round_robin(request: RequestView, cluster: ClusterView) -> Plan:
 
 def least_work(request: RequestView, cluster: ClusterView) -> Plan:
     """argmin of predicted seconds until w is idle, blind to caches (splitwise-sim `token_jsq`, in time)."""
-    return _least(request, cluster, lambda worker: worker.queue_s, "least predicted work")
+    return least(request, cluster, lambda worker: worker.queue_s, "least predicted work")
 
 
 def power_of_two(request: RequestView, cluster: ClusterView) -> Plan:
@@ -55,7 +56,7 @@ def power_of_two(request: RequestView, cluster: ClusterView) -> Plan:
     pool = cluster.prefill or cluster.decode
     pair = Random(request.seed).sample(pool, min(2, len(pool)))
     drawn = {id(worker) for worker in pair}
-    return _least(
+    return least(
         request,
         cluster,
         lambda worker: worker.queue_s if id(worker) in drawn else math.inf,
@@ -66,7 +67,7 @@ def power_of_two(request: RequestView, cluster: ClusterView) -> Plan:
 def bounded_hash(request: RequestView, cluster: ClusterView) -> Plan:
     """The prompt's beginning on a ring of workers; on to the next while q_w + 1 > 1.25 · mean(q), this one in it."""
     pool = cluster.prefill or cluster.decode
-    order = _ring_order(tuple(worker.worker_id for worker in pool), request.prefix_key)
+    order = ring_order(tuple(worker.worker_id for worker in pool), request.prefix_key)
     bound = _LOAD_BOUND * (sum(worker.num_requests for worker in pool) + 1) / len(pool)
     ranks = {index: rank for rank, index in enumerate(order)}
 
@@ -74,7 +75,9 @@ def bounded_hash(request: RequestView, cluster: ClusterView) -> Plan:
         return pool[index].num_requests + 1 > max(1.0, bound), ranks[index]
 
     ranked = [pool[index] for index in sorted(order, key=cost)]
-    return _plan(request, cluster, ranked, "the next on the ring that is not loaded above 1.25 of the mean")
+    return ranked_plan(
+        request, cluster, ranked, "the next on the ring that is not loaded above 1.25 of the mean"
+    )
 
 
 def cache_aware(request: RequestView, cluster: ClusterView) -> Plan:
@@ -84,8 +87,8 @@ def cache_aware(request: RequestView, cluster: ClusterView) -> Plan:
     unbalanced = max(loads) - min(loads) > _BALANCE_ABSOLUTE and max(loads) > _BALANCE_RELATIVE * min(loads)
     longest = max(worker.cached_tokens for worker in pool)
     if unbalanced or longest <= _MATCH_THRESHOLD * request.num_prompt_tokens:
-        return _least(request, cluster, lambda worker: worker.num_requests, "fewest requests")
-    return _least(request, cluster, lambda worker: -worker.cached_tokens, "the longest prefix")
+        return least(request, cluster, lambda worker: worker.num_requests, "fewest requests")
+    return least(request, cluster, lambda worker: -worker.cached_tokens, "the longest prefix")
 
 
 def block_cost(request: RequestView, cluster: ClusterView) -> Plan:
@@ -95,7 +98,7 @@ def block_cost(request: RequestView, cluster: ClusterView) -> Plan:
         pending = worker.pending_prefill_tokens + request.num_prompt_tokens - worker.cached_tokens
         return (pending + worker.active_tokens) / worker.block_size_tokens
 
-    return _least(request, cluster, cost, "fewest blocks to compute and in use")
+    return least(request, cluster, cost, "fewest blocks to compute and in use")
 
 
 def weighted_scorers(request: RequestView, cluster: ClusterView) -> Plan:
@@ -110,7 +113,7 @@ def weighted_scorers(request: RequestView, cluster: ClusterView) -> Plan:
         free = 1 - worker.active_tokens / max(1, worker.capacity_tokens)
         return -(_PREFIX_WEIGHT * prefix + _QUEUE_WEIGHT * queue + _KV_WEIGHT * free)
 
-    return _least(request, cluster, cost, "the highest sum of scores for prefix, queue and free KV")
+    return least(request, cluster, cost, "the highest sum of scores for prefix, queue and free KV")
 
 
 def local_or_fetch(request: RequestView, cluster: ClusterView) -> Plan:
@@ -123,18 +126,23 @@ def local_or_fetch(request: RequestView, cluster: ClusterView) -> Plan:
         prefill_s, fetch_s, _ = first_token(request, cluster, worker, holder)
         return worker.queue_s + prefill_s + fetch_s
 
-    return _least(request, cluster, cost, "the lowest queue + prefill + fetch")
+    return least(request, cluster, cost, "the lowest queue + prefill + fetch")
 
 
-def _least(
-    request: RequestView, cluster: ClusterView, cost: Callable[[WorkerView], float], reason: str
+def least(
+    request: RequestView, cluster: ClusterView, cost: Callable[[WorkerView], Comparable], reason: str
 ) -> Plan:
+    """argmin of a cost over the pool that prefills, ties at random."""
     draw = Random(request.seed)
     pool = cluster.prefill or cluster.decode
-    return _plan(request, cluster, sorted(pool, key=lambda worker: (cost(worker), draw.random())), reason)
+    return ranked_plan(
+        request, cluster, sorted(pool, key=lambda worker: (cost(worker), draw.random())), reason
+    )
 
 
-def _plan(request: RequestView, cluster: ClusterView, ranked: Sequence[WorkerView], reason: str) -> Plan:
+def ranked_plan(
+    request: RequestView, cluster: ClusterView, ranked: Sequence[WorkerView], reason: str
+) -> Plan:
     """`ranked`: the pool that prefills, best first."""
     if not cluster.prefill:
         return planned(request, cluster, ranked[0], (), reason)
@@ -147,7 +155,7 @@ def _plan(request: RequestView, cluster: ClusterView, ranked: Sequence[WorkerVie
     return planned(request, cluster, min(cluster.decode, key=use), ranked, reason)
 
 
-def _ring_order(worker_ids: tuple[str, ...], key: int) -> list[int]:
+def ring_order(worker_ids: tuple[str, ...], key: int) -> list[int]:
     """Indices of the workers in the order in which the ring meets them from the key on."""
     points, owners = _ring(worker_ids)
     start = bisect_right(points, _point(str(key)))

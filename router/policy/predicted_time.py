@@ -9,6 +9,8 @@ another), then the one that fetches least, then the one with the lighter workers
 target, the one that misses the targets by the smallest factor. A prefix which every worker has makes no difference,
 and so attracts nobody.
 
+Where several routers' reports come late, each guesses what the others sent meanwhile (`ranking.with_unseen`).
+
 Prefill and decode workers are scored apart, all of them at once by column (`ranking.py`), and only the best few of each
 are looked at one by one and combined.
 """
@@ -58,6 +60,7 @@ class _Option:
 
 def choose(request: RequestView, cluster: ClusterView) -> Plan:
     random = Random(request.seed)
+    cluster = ranking.with_unseen(cluster, request.seed)
     holder = best_holder(cluster)
     prefill = _best_prefill(request, cluster, holder, random)
     steps_s = ranking.step_s(request, cluster.decode.columns)

@@ -5,11 +5,40 @@ Where `prediction.py` takes the link between two workers, an average one stands 
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 
 from router.policy.views import ClusterView, Columns, Floats, Pool, RequestView, WorkerView
+
+_SEEN_S = 1e-2  # less than that makes no difference
+
+
+def with_unseen(cluster: ClusterView, seed: int) -> ClusterView:
+    """With a guess, worker by worker, of what other routers sent meanwhile. Each guesses in its own way, so that they
+    do not all choose the worker that looks idle: the later the news, the more workers are as good as that one.
+    """
+    if cluster.unseen_s < _SEEN_S:
+        return cluster
+    generator = np.random.default_rng(seed)
+    prefill, decode = (
+        _busier(pool, generator.uniform(0, 2 * cluster.unseen_s, len(pool)))
+        for pool in (cluster.prefill, cluster.decode)
+    )
+    return replace(cluster, prefill=prefill, decode=decode)
+
+
+def _busier(pool: Pool, more_s: Floats) -> Pool:
+    columns = copy(pool.columns)
+    columns.queue_s = columns.queue_s + more_s
+
+    def make(number: int) -> WorkerView:
+        view = pool[number]
+        return replace(view, queue_s=view.queue_s + float(more_s[number]))
+
+    return Pool(columns, make)
 
 
 def alone_s(request: RequestView, columns: Columns) -> Floats:

@@ -157,6 +157,7 @@ class ClusterView:
     ] = ()  # of the first blocks of the prompt those that have the most, the most first
     token_bytes: float = 0.0  # KV of one token; 0: not known, and transfers are predicted by their latency
     transfer: Callable[[str, str], TransferCost] = _any_transfer  # owner to reader, by worker id. "": any
+    unseen_s: float = 0.0  # of work, a worker: what other routers may have sent that no report can tell yet
 
 
 @dataclass(frozen=True, slots=True)

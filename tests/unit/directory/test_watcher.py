@@ -285,6 +285,25 @@ async def test_a_new_incarnation_of_a_gone_worker_is_listed_at_once(following):
     assert following.view.workers["a"] == reborn
 
 
+async def test_what_workers_report_is_as_old_as_the_directory_is_silent(bench):
+    await bench.register(A, 1)
+    running = asyncio.create_task(bench.watcher.run())
+    await until(lambda: bench.matched(1) == {"a": 1})
+    bench.directory.cut = True
+    await bench.publish(A, stored=[2])  # wakes the read that was under way
+
+    def is_silent() -> bool:
+        bench.clock.advance(0.01)
+        return bench.view.report_age_s >= 0.5
+
+    await until(is_silent)
+    bench.directory.cut = False
+    await bench.register(A, 1)
+    await until(lambda: bench.view.report_age_s == 0.0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_run_follows_through_an_outage_and_logs_it_once(bench):
     await bench.register(A, 1)
     running = asyncio.create_task(bench.watcher.run())

@@ -259,6 +259,7 @@ class Simulation:
                 self._later(arrives_at, self._delivery(router, worker, event))
 
     def _delivery(self, router: Router, worker: Worker, event: DirectoryEvent) -> Iterator[float]:
+        router.view.report_age_s = self.published.delay_s
         if not router.view.apply(event):
             router.view.load(event.worker_id, event.incarnation, worker.snapshot())
         yield from ()

@@ -105,6 +105,22 @@ def test_what_other_routers_have_at_a_worker_counts_beside_ones_own():
         assert d1.queue_s == pytest.approx(plan.prediction.prefill_s)
 
 
+def test_what_others_may_have_sent_grows_with_the_age_of_reports_and_their_part_in_the_load():
+    load = replace(RECORD.load, shares=(RouterShare("own", 7, 7000, 7000), RouterShare("other", 3, 900, 400)))
+    bench = Bench(worker("d0", load=load), worker("d1"))
+    assert bench.cluster().unseen_s == 0, "reports are new"
+    bench.view.report_age_s = 0.4
+    assert bench.cluster().unseen_s == pytest.approx(0.4)
+    plan = planned(RequestView(1000, seed=1), bench.cluster(), bench.cluster().decode[1], (), "")
+    with bench.ledger.charged(plan, 1000):
+        assert bench.cluster().unseen_s == pytest.approx(0.4 * 3 / 4)
+    bench.view.report_age_s = 3600.0
+    assert bench.cluster().unseen_s == pytest.approx(2.0)
+    alone = Bench(worker("d0"))
+    alone.view.report_age_s = 0.4
+    assert alone.cluster().unseen_s == 0, "there is no other router"
+
+
 def test_a_thousand_workers_cost_few_views():
     bench = Bench(*(worker(f"w{n}") for n in range(1000)))
     for n in range(1000):

@@ -145,6 +145,29 @@ def test_among_near_equals_the_cache_decides_then_the_load():
     assert chosen("predicted_time", cluster([almost[0], almost[2]])) == {"p0"}
 
 
+def test_what_others_may_have_sent_spreads_the_choice_as_far_as_it_goes():
+    """One is idle, two have 0.1 s of work, one has 5 s."""
+    pool = [worker("p0"), *(worker(f"p{n}", queue_s=0.1) for n in (1, 2)), worker("p3", queue_s=5.0)]
+    busy = [worker("d0", queue_s=50.0)]
+    assert chosen("predicted_time", cluster(pool, busy)) == {"p0"}
+    assert chosen("predicted_time", cluster(pool, busy, unseen_s=0.005)) == {"p0"}, "as good as nothing"
+    assert chosen("predicted_time", cluster(pool, busy, unseen_s=0.5)) == {"p0", "p1", "p2"}
+
+
+def test_a_prefix_that_saves_more_than_others_can_have_sent_still_decides():
+    for cached, expected in ((2_000, {"p0"}), (64, {"p0", "p1"})):
+        pool = [worker("p0", cached_tokens=cached), worker("p1")]
+        view = cluster(pool, [worker("d0", queue_s=50.0)], unseen_s=0.4, holders=())
+        assert chosen("predicted_time", view, num_tokens=2_100) == expected
+
+
+def test_the_guess_repeats_with_the_seed():
+    view = cluster(workers("p", 8), [worker("d0", queue_s=50.0)], unseen_s=1.0)
+    first, second = ([*chosen("predicted_time", view, seeds=[seed])] for seed in (3, 3))
+    assert first == second
+    assert len(chosen("predicted_time", view)) > 4
+
+
 def test_the_itl_target_rules_a_decode_worker_out():
     busy = worker("d0", cached_tokens=96, active_sequences=60)  # steps of 71 ms
     view = cluster(workers("p", 2), [busy, worker("d1", active_sequences=35)], token_bytes=1e5)

@@ -78,6 +78,17 @@ def test_routers_that_do_not_hear_of_one_another_decide_worse():
     assert untold[0] > 1.2 * told[0]
 
 
+def test_routers_that_hear_of_one_another_late_do_not_all_choose_the_same():
+    """With reports a second old the one that looks idle has had others' prompts for a second."""
+    arrivals = shared_prefixes(1, num_requests=300, rate=50)
+    own, random = (
+        Simulation(policy, num_routers=4, events=Events(delay_s=1.0)).run(arrivals)
+        for policy in ("predicted_time", "random")
+    )
+    assert own.mean_s < random.mean_s
+    assert own.p95_s < random.p95_s
+
+
 def test_with_late_lost_or_no_events_it_gets_worse_step_by_step_and_stays_better_than_chance():
     timely, lossy, late, later, never = (
         quality(events=events)
