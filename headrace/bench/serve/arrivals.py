@@ -13,12 +13,21 @@ from headrace.errors import InvalidRequest
 Kind = Literal["poisson", "gamma", "constant", "burst"]
 KINDS: tuple[Kind, ...] = ("poisson", "gamma", "constant", "burst")
 
+
+def kind_of(text: str) -> Kind:
+    """Raises InvalidRequest."""
+    for kind in KINDS:
+        if kind == text:
+            return kind
+    raise InvalidRequest("--arrival", text, f"must be of {', '.join(KINDS)}, closed")
+
+
 Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """`burstiness` is the shape of gamma's gaps, as in vLLM: 1 is Poisson, less is burstier (CV of gaps = shape ** -0.5).
+    """`burstiness` is the shape of gamma's gaps, as in vLLM: 1 is Poisson, less is burstier; their CV is shape ** -0.5.
     With `burst`, `burst_size` requests are due at once, and the bursts come evenly.
     """
 
@@ -42,7 +51,8 @@ class Arrivals:
             return np.arange(count) / self.rate
         shape = self.burstiness if self.kind == "gamma" else 1.0
         gaps: Any = rng.gamma(shape, 1 / shape, count)
-        return np.cumsum(gaps) / self.rate
+        times: Any = np.cumsum(gaps) / self.rate
+        return times
 
     def within(self, duration_s: float, seed: int) -> Seconds:
         """All before `duration_s`."""

@@ -10,22 +10,24 @@ import numpy as np
 
 from headrace.errors import InvalidRequest
 
-_WORDS = (
-    "able air all and any arm art ask bad bag ball bank base bear bed best big bird blue boat body bone book born both "
-    "box boy bring build bus buy call camp can car card care case cat cause city clear close coat cold come cook cool "
-    "corn cost cut dark day deal deep desk dog door down draw dream dress drive drop dry duck each ear earth east easy "
-    "eat edge egg end eye face fact fair fall far farm fast fear feel few field fill film find fine fire fish five flat "
-    "floor flow fly food foot form four free fresh full game garden gate gift girl give glass goat gold good grass great "
-    "green ground group grow hair half hand hard hat head hear heart heat help high hill hold home hope horse hot hour "
-    "house ice idea iron jump keep key kind king lake lamp land large last late law lead leaf learn leave left leg less "
-    "light line lion list live long look lost low make man map mark milk mind moon more move much music name near neck "
-    "need new next night nine north note oil old one open paper park part pay peace pen plan plant play point pool poor "
-    "post press pull push queen quick race rain read red rest rice rich ride ring river road rock roof room root rose "
-    "round salt same sand save school sea seat seed sell send seven shape ship shoe short side silver six sky sleep slow "
-    "small snow soft song south stand star stone street strong sun sweet table tall tea ten three tide time town tree "
-    "true turn two under up use valley very voice wait walk wall warm wash watch water wave way week west wheel white "
-    "wide wind window winter wood word work world year yellow young"
-).split()
+_TEXT = """
+able air all and any arm art ask bad bag ball bank base bear bed best big bird blue boat body bone book
+born both box boy bring build bus buy call camp can car card care case cat cause city clear close coat
+cold come cook cool corn cost cut dark day deal deep desk dog door down draw dream dress drive drop dry
+duck each ear earth east easy eat edge egg end eye face fact fair fall far farm fast fear feel few field
+fill film find fine fire fish five flat floor flow fly food foot form four free fresh full game garden
+gate gift girl give glass goat gold good grass great green ground group grow hair half hand hard hat head
+hear heart heat help high hill hold home hope horse hot hour house ice idea iron jump keep key kind king
+lake lamp land large last late law lead leaf learn leave left leg less light line lion list live long
+look lost low make man map mark milk mind moon more move much music name near neck need new next night
+nine north note oil old one open paper park part pay peace pen plan plant play point pool poor post press
+pull push queen quick race rain read red rest rice rich ride ring river road rock roof room root rose
+round salt same sand save school sea seat seed sell send seven shape ship shoe short side silver six sky
+sleep slow small snow soft song south stand star stone street strong sun sweet table tall tea ten three
+tide time town tree true turn two under up use valley very voice wait walk wall warm wash watch water
+wave way week west wheel white wide wind window winter wood word work world year yellow young
+"""
+_WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import grpc
 
 from headrace.bench.serve.answers import Answer, Question
 from headrace.bench.serve.endpoint import Served
-from headrace.config import ClientSettings, RpcSettings
+from headrace.config import ClientSettings
 from headrace.errors import Unavailable
 from headrace.rpc.client import authorization, tls_credentials
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc

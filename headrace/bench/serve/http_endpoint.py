@@ -22,7 +22,14 @@ class HttpEndpoint:
     """`chat`: /v1/chat/completions with messages; else /v1/completions with token ids."""
 
     def __init__(
-        self, url: str, client: ClientSettings, model: str, temperature: float, timeout_s: float, *, chat: bool
+        self,
+        url: str,
+        client: ClientSettings,
+        model: str,
+        temperature: float,
+        timeout_s: float,
+        *,
+        chat: bool,
     ) -> None:
         """`model`: empty: the first one that is served. Raises InvalidRequest for files that can not be read."""
         self.takes_tokens = not chat

@@ -39,6 +39,11 @@ class Lengths:
             raise InvalidRequest(option, text, _FORMS)
         return found
 
+    def __str__(self) -> str:
+        if self.sigma:
+            return f"lognormal:{self.mean:g}:{self.sigma:g}"
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
         if not self.sigma:
             return rng.integers(self.low, self.high + 1, count).tolist()

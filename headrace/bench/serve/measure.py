@@ -1,7 +1,7 @@
 """One measurement from warm-up to summary, and the folder that keeps it.
 
-    summary.json       what was asked, of whom, and what was found
-    requests.jsonl     a RequestRecord a line, as they end
+summary.json       what was asked, of whom, and what was found
+requests.jsonl     a RequestRecord a line, as they end
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ _WARM_UP_PHASE = 0  # of the vocabulary: what was warmed up with is not asked ag
 
 @dataclass(frozen=True, slots=True)
 class Measurer:
-    """Runs plans on an endpoint. `facts`: of the workload and the endpoint, for the summary."""
+    """Runs plans on an endpoint."""
 
     endpoint: Endpoint
     clock: Clock
     objective: Objective
     vocab_size: int
     seed: int
-    facts: Mapping[str, Any]
-    warm_up: Plan
     max_in_flight: int | None = None
     price: Price | None = None
     on_record: Callable[[RequestRecord], None] = field(default=lambda _: None)
 
-    async def prepare(self) -> None:
-        """One request of the warm-up after the other. Raises InvalidRequest where none gets an answer."""
+    async def warm_up(self, plan: Plan) -> None:
+        """One request after the other. Raises InvalidRequest where none gets an answer."""
         runner = self._runner(_WARM_UP_PHASE, lambda _: None)
-        await runner.run(replace(self.warm_up, concurrency=1))
+        await runner.run(replace(plan, concurrency=1))
         if runner.records and not any(record.is_ok for record in runner.records):
-            raise InvalidRequest("--warmup", self.warm_up.num_requests, f"all failed: {runner.records[0].error}")
+            raise InvalidRequest("--warmup", plan.num_requests, f"all failed: {runner.records[0].error}")
 
-    async def measure(self, plan: Plan, folder: Path | None, phase: int = 1) -> Json:
-        """`phase`: equal plans of two phases ask for different texts. Raises InvalidRequest for the folder."""
+    async def measure(
+        self, plan: Plan, facts: Mapping[str, Any], folder: Path | None, phase: int = 1
+    ) -> Json:
+        """`facts`: of the endpoint and the workload, for the summary. `phase`: equal plans of two phases ask for
+        different texts. Raises InvalidRequest for the folder.
+        """
         machine = machine_facts()
         with _Lines(folder) as lines:
 
@@ -62,7 +64,7 @@ class Measurer:
         summary = {
             "schema": SCHEMA,
             "date": machine["started_at"],
-            **self.facts,
+            **facts,
             "seed": self.seed,
             "schedule_sha256": plan.digest(),
             "max_concurrency": plan.concurrency or self.max_in_flight,
@@ -104,7 +106,9 @@ class _Lines:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = (self._folder / "requests.jsonl").open("w")
             except OSError as error:
-                raise InvalidRequest("--out", str(self._folder), f"can not be written: {error.strerror}") from None
+                raise InvalidRequest(
+                    "--out", str(self._folder), f"can not be written: {error.strerror}"
+                ) from None
         return self
 
     def __exit__(self, *exc_info: object) -> None:

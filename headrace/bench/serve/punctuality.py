@@ -16,8 +16,8 @@ _ALLOWED_SHARE = 0.05  # of the median TTFT
 
 @dataclass(frozen=True, slots=True)
 class Punctuality:
-    """`lateness_ms`: from when requests were due to when the client took them up. `stall_ms`: by how much its event loop
-    came late to what it had to do, which is also by how much it may have seen tokens late.
+    """`lateness_ms`: from when requests were due to when the client took them up. `stall_ms`: by how much its event
+    loop came late to what it had to do, which is also by how much it may have seen tokens late.
     """
 
     lateness_ms: dict[str, float]
@@ -44,9 +44,10 @@ class Punctuality:
         """Empty: valid."""
         if self.is_valid:
             return ""
+        late_ms, stall_ms = self.lateness_ms["p99"], self.stall_ms["p99"]
         return (
-            f"the client was late by {self.lateness_ms['p99']:.1f} ms and its event loop by {self.stall_ms['p99']:.1f} ms"
-            f" at p99, {self.allowed_ms:.1f} ms are allowed: no tails are quoted"
+            f"the client was late by {late_ms:.1f} ms and its event loop by {stall_ms:.1f} ms at p99,"
+            f" {self.allowed_ms:.1f} ms are allowed: no tails are quoted"
         )
 
     def json(self) -> dict[str, Any]:

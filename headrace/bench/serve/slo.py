@@ -27,7 +27,9 @@ class Objective:
             except ValueError:
                 limit_ms = 0.0
             if name not in METRICS or not 0 < limit_ms < float("inf"):
-                raise InvalidRequest(option, part, f"must be METRIC:MS, with a metric of {', '.join(METRICS)}")
+                raise InvalidRequest(
+                    option, part, f"must be METRIC:MS, with a metric of {', '.join(METRICS)}"
+                )
             limits_ms[name] = limit_ms
         return cls(limits_ms)
 

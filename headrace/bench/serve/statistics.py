@@ -1,7 +1,7 @@
 """Percentiles and their uncertainty.
 
-Requests that follow each other share a queue, so they are not independent: intervals come from a circular block bootstrap
-(Politis and Romano 1992) over requests in the order in which they were due, in blocks of √n requests, and span 95 %.
+Requests that follow each other share a queue, so they are not independent: intervals come from a circular block
+bootstrap (Politis and Romano 1992) over requests in the order in which they were due, in blocks of √n, and span 95 %.
 """
 
 from __future__ import annotations

@@ -117,7 +117,10 @@ def _goodput(
     if draws is not None:
         sent_share = len(records) / offered
         low, high = interval(lambda weights: float(weights @ good) / len(good) * sent_share, draws)
-        intervals = {"attainment": (low, high), "request_goodput": (low * offered / seconds, high * offered / seconds)}
+        intervals = {
+            "attainment": (low, high),
+            "request_goodput": (low * offered / seconds, high * offered / seconds),
+        }
     limits_ms = {f"{name}_ms": limit for name, limit in objective.limits_ms.items()}
     return {
         "request_goodput": float(good.sum()) / seconds,
@@ -181,7 +184,10 @@ def _phases(complete: Sequence[RequestRecord]) -> Json:
     if not told:
         return {}
     return {
-        **{after: _spread([1000 * float(server[before]) for server in told]) for before, after in names.items()},
+        **{
+            after: _spread([1000 * float(server[before]) for server in told])
+            for before, after in names.items()
+        },
         "kv_bytes": sum(int(server["bytes_moved"]) for server in told),
         "local_prefills": sum(not server["prefill_worker"] for server in told),
         "failed_hand_offs": sum(int(server["failed_attempts"]) for server in told),

@@ -23,7 +23,9 @@ def timeline(records: Sequence[RequestRecord]) -> dict[str, Any]:
     due = np.array([record.scheduled_s for record in records])
     over = np.array([record.end_s for record in records])
     tokens = np.concatenate([_token_times(record) for record in records])
-    in_flight = np.searchsorted(np.sort(due), edges[1:], "right") - np.searchsorted(np.sort(over), edges[1:], "right")
+    in_flight = np.searchsorted(np.sort(due), edges[1:], "right") - np.searchsorted(
+        np.sort(over), edges[1:], "right"
+    )
     return {
         "dt_s": dt_s,
         "in_flight": in_flight.tolist(),
@@ -39,7 +41,9 @@ def _is_saturated(due: npt.NDArray[np.float64], over: npt.NDArray[np.float64]) -
     Grows: in the last third of the arrivals it is on average more than double that of the first third, and 3 more.
     """
     thirds = np.linspace(due.min(), due.max(), 301)
-    in_flight = np.searchsorted(np.sort(due), thirds, "right") - np.searchsorted(np.sort(over), thirds, "right")
+    in_flight = np.searchsorted(np.sort(due), thirds, "right") - np.searchsorted(
+        np.sort(over), thirds, "right"
+    )
     first, last = in_flight[:100].mean(), in_flight[-100:].mean()
     middle = in_flight[100:-100].mean()
     return bool(last > 2 * first and last > first + 3 and first < middle < last)

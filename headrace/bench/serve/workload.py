@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
 from headrace.bench.serve.content import Piece, SharedPrefixes
 from headrace.bench.serve.lengths import Lengths
 
-_ONCE = 1 << 40  # contents from here on occur once
+ONCE = 1 << 40  # contents from here on occur once
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,16 @@ class Shape:
     num_documents: int = 0
     document_tokens: int = 512
     retrieved: int = 4
-    shuffle_documents: bool = False  # else in the order of their numbers, so that more of them are shared prefixes
-    turns: Lengths = Lengths(1, 1, 1)
+    shuffle_documents: bool = False  # else in the order of their numbers: more prefixes are equal
+    turns: Lengths = field(default_factory=lambda: Lengths(1, 1, 1))
     think_s: float = 0.0  # mean of an exponential distribution
     zipf: float = 1.0  # popularity of the k-th prefix or document: k ** -zipf
 
     def conversations(self, count: int, seed: int) -> list[Conversation]:
         """The first ones are the same however many follow."""
-        return [self._conversation(number, np.random.default_rng([seed, 3, number])) for number in range(count)]
+        return [
+            self._conversation(number, np.random.default_rng([seed, 3, number])) for number in range(count)
+        ]
 
     def _conversation(self, number: int, rng: np.random.Generator) -> Conversation:
         turns: list[Turn] = []
@@ -130,7 +132,7 @@ class Shape:
 
     def _contents(self, number: int) -> Iterator[int]:
         """For what only this conversation says."""
-        yield from range(_ONCE + (number << 16), _ONCE + (number + 1 << 16))
+        yield from range(ONCE + (number << 16), ONCE + (number + 1 << 16))
 
 
 def at_times(conversations: Sequence[Conversation], times_s: Sequence[float]) -> Plan:

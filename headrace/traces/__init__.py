@@ -1,0 +1,1 @@
+"""Request traces: read from files that others publish, described in figures, and turned into arrivals."""
