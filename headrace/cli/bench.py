@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from headrace.cli.bench_serve import serve
+from headrace.cli.bench_serve import compare, serve
 from headrace.cli.options import ConfigOption, ModelOption, SetOption, settings_from
 from headrace.cli.progress import console, obtain_model, output
 from headrace.config import Settings
@@ -44,6 +44,7 @@ _INTERRUPTED = 130
 
 bench = typer.Typer(help="Measure this machine, or a deployment.", no_args_is_help=True)
 bench.command()(serve)
+bench.command()(compare)
 
 
 @bench.command()

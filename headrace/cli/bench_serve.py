@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -354,6 +355,8 @@ class _Job:
         bar.begin("measuring", plan.num_requests)
         summary = await measurer.measure(plan, self._facts(served, facts), self.out)
         output.print(summary_table(summary))
+        if self.out:
+            _report_run(self.out)
 
     async def _sweep(self, measurer: Measurer, served: Served, bar: _Bar, bounds: Bounds) -> None:
         from headrace.bench.serve.measure import write_json
@@ -376,10 +379,68 @@ class _Job:
             write_json(self.out / "sweep.json", content)
         best = next((probe.summary for probe in probes if probe.rate == highest), probes[0].summary)
         output.print(summary_table(best), sweep_table(content))
+        if self.out:
+            _report_sweep(self.out)
 
     def _facts(self, served: Served, facts: dict[str, Any]) -> dict[str, Any]:
         target = {"backend": self.who.backend, "endpoint": self.who.target, "model_id": served.model}
         return {"label": self.label or served.model, **target, **facts}
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of `headrace bench serve --out`, or their summary.json.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with figures, too.", show_default=False)
+    ] = None,
+) -> None:
+    """Two or more runs of `headrace bench serve` side by side, each beside the first."""
+    from headrace.bench.serve.results import read_runs
+    from headrace.bench.serve.table import comparison_table
+
+    if len(runs) < 2:
+        raise InvalidRequest("runs", len(runs), "two or more are compared")
+    found = read_runs(runs)
+    output.print(comparison_table(found))
+    if out is not None and _can_draw():
+        from headrace.bench.serve.page import comparison_page
+
+        comparison_page(found).write(out)
+        _say_where(out)
+
+
+def _report_run(folder: Path) -> None:
+    if _can_draw():
+        from headrace.bench.serve.page import run_page
+        from headrace.bench.serve.results import read_run
+
+        run_page(read_run(folder)).write(folder / "report.html")
+    _say_where(folder)
+
+
+def _report_sweep(folder: Path) -> None:
+    if _can_draw():
+        from headrace.bench.serve.page import run_page, sweep_page
+        from headrace.bench.serve.results import read_run, read_sweep
+
+        sweep_page(read_sweep(folder)).write(folder / "report.html")
+        for run in sorted(folder.glob("rate-*")):
+            run_page(read_run(run)).write(run / "report.html")
+    _say_where(folder)
+
+
+def _can_draw() -> bool:
+    if find_spec("matplotlib"):
+        return True
+    console.print(
+        "[yellow]no report[/]: it needs matplotlib: pip install 'headrace[report]'", highlight=False
+    )
+    return False
+
+
+def _say_where(path: Path) -> None:
+    console.print(f"written to {path}", highlight=False, soft_wrap=True)
 
 
 class _Bar:

@@ -45,10 +45,11 @@ class Arrivals:
     def first(self, count: int, seed: int) -> Seconds:
         """So many times from 0 on, ascending. Rates differ by scale only: the same seed draws the same pattern."""
         rng = np.random.default_rng([seed, 1])
+        numbers: Any = np.arange(count)
         if self.kind == "burst":
-            return np.arange(count) // self.burst_size * (self.burst_size / self.rate)
+            return numbers // self.burst_size * (self.burst_size / self.rate)
         if self.kind == "constant":
-            return np.arange(count) / self.rate
+            return numbers / self.rate
         shape = self.burstiness if self.kind == "gamma" else 1.0
         gaps: Any = rng.gamma(shape, 1 / shape, count)
         times: Any = np.cumsum(gaps) / self.rate

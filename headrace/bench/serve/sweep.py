@@ -94,7 +94,7 @@ def sweep_json(bounds: Bounds, highest: float | None, probes: list[Probe]) -> Js
     first = probes[0].summary
     return {
         "schema": SCHEMA,
-        **{name: first.get(name) for name in ("label", "backend", "model_id", "seed", "slo", "machine")},
+        **{name: first.get(name) for name in ("label", "backend", "model_id", "date", "seed", "machine")},
         "workload": first.get("workload"),
         "attainment": bounds.attainment,
         "highest_rate": highest,

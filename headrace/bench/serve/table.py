@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from headrace.bench.serve.comparison import compare, differences
+from headrace.bench.serve.results import Run
 
 Json = dict[str, Any]
 
@@ -65,6 +68,24 @@ def sweep_table(sweep: Json) -> RenderableType:
             "meets it" if run["is_met"] else "client late" if not run["valid"] else "",
         )
     return Group(table, Text(verdict(sweep), style="bold"))
+
+
+def comparison_table(runs: Sequence[Run]) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("")
+    for number, run in enumerate(runs):
+        table.add_column(run.name, justify="right")
+        if number:
+            table.add_column("ratio", justify="right")
+    for line in compare(runs):
+        row = [line.name, _shown(line.cells[0].value, line.how)]
+        for cell in line.cells[1:]:
+            ratio = "-" if cell.ratio is None else f"× {cell.ratio:.2f}"
+            tone = ("green" if cell.is_better else "red") if cell.is_clear else ""
+            row += [_shown(cell.value, line.how), f"[{tone}]{ratio}[/]" if tone else ratio]
+        table.add_row(*row)
+    notes = [Text(note, style="bold red") for note in differences(runs)]
+    return Group(table, Text("Coloured where the 95 % intervals do not overlap.", style="dim"), *notes)
 
 
 def verdict(sweep: Json) -> str:
