@@ -31,11 +31,11 @@ class Lengths:
                 mean, sigma = map(float, rest)
                 found = cls(1, round(16 * mean), mean, sigma)
             else:
-                low, high = int(kind), int(rest[0] if rest else kind)
+                low, high = map(int, (kind, *rest) if rest else (kind, kind))
                 found = cls(low, high, (low + high) / 2)
         except (ValueError, OverflowError):
             raise InvalidRequest(option, text, _FORMS) from None
-        if not 1 <= found.low <= found.high <= _MAX_TOKENS or not 0 <= found.sigma <= 4 or len(rest) > 2:
+        if not 1 <= found.low <= found.high <= _MAX_TOKENS or not 0 <= found.sigma <= 4:
             raise InvalidRequest(option, text, _FORMS)
         return found
 

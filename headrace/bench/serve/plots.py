@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
 
 from headrace.bench.serve.records import RequestRecord
 from headrace.bench.serve.results import Run
@@ -80,19 +80,22 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure:
     figure = Figure((_WIDTH, 3.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for run, colour in _coloured(runs):
-        _cdf(axes[0], [record.ttft_ms for record in run.complete], colour, run.name)
-        _cdf(axes[1], [gap for record in run.complete for gap in record.itls_ms if gap > 0], colour, run.name)
+        ttfts = [record.ttft_ms for record in run.complete]
+        gaps = [gap for record in run.complete for gap in record.itls_ms if gap > 0]
+        for one, values in zip(axes, (ttfts, gaps), strict=True):
+            _cdf(one, values, colour, run.name, with_figures=len(runs) == 1)
     limits = runs[0].summary["slo"]
     for one, name, limit in zip(
         axes, ("Time to first token", "Gaps between tokens"), ("ttft_ms", "tpot_ms"), strict=True
     ):
         one.set(xscale="log", title=name, xlabel="ms", ylim=(0, 1.01))
-        one.xaxis.set_major_formatter(FuncFormatter(_plain))
+        _plain_logarithmic(one.xaxis)
         one.yaxis.set_major_formatter(PercentFormatter(1))
         if limit in limits and len(runs) == 1:
             one.axvline(limits[limit], color=INK, linewidth=1, linestyle=(0, (4, 3)))
             label = "limit" if limit == "ttft_ms" else "limit of the mean"
-            one.annotate(label, (limits[limit], 0.03), (4, 0), textcoords="offset points", fontsize=9)
+            at = (limits[limit], 0.03)
+            one.annotate(label, at, (-4, 0), textcoords="offset points", fontsize=9, ha="right")
     axes[0].set_ylabel("share at or below")
     if len(runs) > 1:
         axes[0].legend(loc="lower right")
@@ -113,7 +116,7 @@ def over_time(runs: Sequence[Run]) -> Figure:
             seconds, _smooth(timeline["tokens_per_s"], timeline["dt_s"]), color=colour, linewidth=1.5
         )
     axes[0].set(title="Requests due and not yet over", ylim=(0, None))
-    axes[1].set(title="Output tokens a second, mean of 2 s", xlabel="seconds", ylim=(0, None))
+    axes[1].set(title="Output tokens a second, mean of 2 s", xlabel="seconds", xlim=(0, None), ylim=(0, None))
     if len(runs) > 1:
         axes[0].legend(loc="upper left", ncols=3)
     return figure
@@ -139,7 +142,7 @@ def ttft_by_prompt(runs: Sequence[Run]) -> Figure:
     axes.set(
         title="Time to first token by length of the prompt", xlabel="prompt tokens", ylabel="ms", yscale="log"
     )
-    axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    _plain_logarithmic(axes.yaxis)
     axes.xaxis.set_major_formatter(FuncFormatter(_plain))
     if len(runs) > 1:
         axes.legend(loc="best")
@@ -230,11 +233,11 @@ def _latency_by_rate(axes: Any, runs: Sequence[Json]) -> None:
             label = f"{metric.upper()} {name}"
             axes.plot(at, values, color=colour, linestyle=line, marker="o", markersize=4, label=label)
     axes.set(title="Latency, ms", xlabel="requests a second", yscale="log", xlim=(0, None))
-    axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    _plain_logarithmic(axes.yaxis)
     axes.legend(fontsize=9)
 
 
-def _cdf(axes: Any, values: list[float], colour: str, name: str) -> None:
+def _cdf(axes: Any, values: list[float], colour: str, name: str, *, with_figures: bool) -> None:
     if not values:
         return
     ordered = np.sort(values)
@@ -243,14 +246,9 @@ def _cdf(axes: Any, values: list[float], colour: str, name: str) -> None:
     for percent in (50, 95):
         value = float(np.percentile(ordered, percent))
         axes.plot(value, percent / 100, "o", color=colour, markersize=4.5)
-        axes.annotate(
-            f"p{percent} {_plain(value)}",
-            (value, percent / 100),
-            (6, -11),
-            textcoords="offset points",
-            fontsize=9,
-            color=colour,
-        )
+        if with_figures:
+            options: Json = {"textcoords": "offset points", "fontsize": 9, "color": colour}
+            axes.annotate(f"p{percent} {_plain(value)}", (value, percent / 100), (6, -11), **options)
 
 
 def _coloured(runs: Sequence[Run]) -> list[tuple[Run, str]]:
@@ -264,6 +262,14 @@ def _cached_share(record: RequestRecord) -> float | None:
 def _smooth(values: Sequence[float], dt_s: float) -> Any:
     width = max(1, min(len(values), round(2 / dt_s)))
     return np.convolve(values, np.ones(width) / width, mode="same")
+
+
+def _plain_logarithmic(axis: Any) -> None:
+    """1, 2, 5, 10, … in figures."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(_plain))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def _plain(value: float, _: object = None) -> str:

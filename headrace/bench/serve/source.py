@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from headrace.bench.serve.arrivals import Arrivals
-from headrace.bench.serve.lengths import Lengths
 from headrace.bench.serve.replay import Replay
 from headrace.bench.serve.workload import Conversation, Plan, Shape, at_times
 from headrace.errors import InvalidRequest
@@ -62,12 +61,10 @@ class Drawn:
 
     def _facts(self, arrivals: Arrivals) -> Json:
         kind = "closed" if self.concurrency else arrivals.kind
-        shape = {name: getattr(self.shape, name) for name in self.shape.__slots__}
-        shape = {name: str(value) if isinstance(value, Lengths) else value for name, value in shape.items()}
         return {
             "request_rate": None if self.concurrency else arrivals.rate,
             "burstiness": arrivals.burstiness if kind == "gamma" else None,
-            "workload": {"arrival": kind, **shape},
+            "workload": {"arrival": kind, **self.shape.facts()},
         }
 
 

@@ -180,7 +180,7 @@ def _phases(complete: Sequence[RequestRecord]) -> Json:
         "transfer_s": "kv_transfer_ms",
         "decode_s": "decode_ms",
     }
-    told = [record.server for record in complete if record.server]
+    told = [record.server for record in complete if record.server.get("decode_worker")]
     if not told:
         return {}
     return {

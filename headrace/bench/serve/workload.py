@@ -98,6 +98,16 @@ class Shape:
     think_s: float = 0.0  # mean of an exponential distribution
     zipf: float = 1.0  # popularity of the k-th prefix or document: k ** -zipf
 
+    def facts(self) -> dict[str, int | float | str]:
+        """What of it has an effect."""
+        unused = {
+            *(() if self.prefix_tokens else ("prefix_tokens", "num_prefixes")),
+            *(() if self.num_documents else ("document_tokens", "retrieved", "shuffle_documents")),
+            *(() if self.prefix_tokens or self.num_documents else ("zipf",)),
+        }
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in unused}
+        return {name: str(value) if isinstance(value, Lengths) else value for name, value in values.items()}
+
     def conversations(self, count: int, seed: int) -> list[Conversation]:
         """The first ones are the same however many follow."""
         return [
