@@ -106,7 +106,11 @@ class _Lines:
 
     def seconds(self, row: Mapping[str, Any], field: str, unit_s: float) -> float:
         value = self._given(row, field)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value * unit_s <= _MAX_S:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 <= value * unit_s <= _MAX_S
+        ):
             raise self.error(field, value, f"it must be a number from 0 to {_MAX_S / unit_s:g}")
         return value * unit_s
 
@@ -202,7 +206,12 @@ def _agentic(lines: _Lines, block_tokens: int) -> Iterator[TraceRequest]:
 
 
 def _session(
-    lines: _Lines, chains: _Chains, row: Mapping[str, Any], session: str, block_tokens: int, start_s: float = 0.0
+    lines: _Lines,
+    chains: _Chains,
+    row: Mapping[str, Any],
+    session: str,
+    block_tokens: int,
+    start_s: float = 0.0,
 ) -> Iterator[TraceRequest]:
     entries = row.get("requests")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

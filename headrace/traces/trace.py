@@ -1,7 +1,7 @@
 """A trace: who arrived when, how long prompt and answer were, and which blocks of the prompt others have in common.
 
-Block ids are chained: two prompts with equal id at a position are equal up to the end of that block. The last block of a
-prompt may be a part of one.
+Block ids are chained: two prompts with equal id at a position are equal up to the end of that block. The last block of
+a prompt may be a part of one.
 """
 
 from __future__ import annotations
@@ -65,24 +65,25 @@ class Trace:
         return replace(self, requests=tuple(spread))
 
     def with_starts(self, mean_gap_s: float, seed: int, think_cap_s: float = THINK_CAP_S) -> Trace:
-        """Sessions that start as a Poisson process, in the order of the file, and in which nobody thinks for longer than
-        the cap. A trace whose times are not of each session's own stays as it is.
+        """Sessions that start as a Poisson process, in the order of the file, and in which nobody thinks for longer
+        than the cap. A trace whose times are not of each session's own stays as it is.
         """
         if not self.relative:
             return self
         random, next_start_s = Random(seed), 0.0
         starts_s: dict[str, float] = {}  # less what was cut from pauses so far
+        recorded_s: dict[str, float] = {}  # of the turn before
         moved: list[TraceRequest] = []
         for request in self.requests:
-            if request.session not in starts_s:
-                starts_s[request.session] = next_start_s
+            session = request.session
+            if session not in starts_s:
+                starts_s[session] = next_start_s
                 next_start_s += random.expovariate(1 / mean_gap_s)
-            think_s = request.think_s
-            if think_s is not None and think_s > think_cap_s:
-                starts_s[request.session] -= think_s - think_cap_s
-                think_s = think_cap_s
-            at_s = request.at_s + starts_s[request.session]
-            moved.append(replace(request, at_s=at_s, think_s=think_s))
+            pause_s = request.at_s - recorded_s.get(session, request.at_s)
+            starts_s[session] -= max(0.0, min(request.think_s or 0.0, pause_s) - think_cap_s)
+            recorded_s[session] = request.at_s
+            think_s = None if request.think_s is None else min(request.think_s, think_cap_s)
+            moved.append(replace(request, at_s=request.at_s + starts_s[session], think_s=think_s))
         return replace(self, requests=tuple(moved), relative=False).in_order()
 
     def faster(self, factor: float) -> Trace:
@@ -94,7 +95,9 @@ class Trace:
         if copies == 1:
             return self
         size = 1 + max((block for request in self.requests for block in request.blocks), default=0)
-        parts = (_copy(request, number, number * size) for number in range(copies) for request in self.requests)
+        parts = (
+            _copy(request, number, number * size) for number in range(copies) for request in self.requests
+        )
         return replace(self, requests=tuple(parts)).in_order()
 
     def in_order(self) -> Trace:
@@ -118,4 +121,3 @@ def _copy(request: TraceRequest, number: int, offset: int) -> TraceRequest:
 def num_matched_tokens(request: TraceRequest, num_blocks: int, block_tokens: int) -> int:
     """Of the prompt, in its first so many blocks, of which the last may be a part of one."""
     return min(num_blocks * block_tokens, request.num_input)
-

@@ -32,10 +32,11 @@ class Replay:
         what follows them in their session. Raises InvalidRequest.
         """
         self._check(trace)
+        first_s = self.start_s or min(request.at_s for request in trace.requests)
         trace = trace.dejittered(seed) if self.dejitter else trace
         trace = trace.with_starts(1 / self.session_rate, seed).in_order()
         kept = [request for request in trace.requests if self.start_s <= request.at_s < self.end_s]
-        conversations = self._conversations(kept[: self.max_requests], trace.block_tokens)
+        conversations = self._conversations(kept[: self.max_requests], trace.block_tokens, first_s)
         fitting = [_within(conversation, max_tokens) for conversation in conversations]
         plan = Plan(tuple(conversation for conversation in fitting if conversation.turns))
         left_out = sum(len(conversation.turns) for conversation in conversations) - plan.num_requests
@@ -50,9 +51,10 @@ class Replay:
         if not 0 < self.time_scale < math.inf or not 0 < self.session_rate < math.inf:
             raise InvalidRequest("--time-scale", self.time_scale, "must be a finite number above 0")
 
-    def _conversations(self, requests: Sequence[TraceRequest], block_tokens: int) -> list[Conversation]:
+    def _conversations(
+        self, requests: Sequence[TraceRequest], block_tokens: int, first_s: float
+    ) -> list[Conversation]:
         """In the order of their starts. A request that follows an answer belongs to the conversation of its session."""
-        first_s = self.start_s or min((request.at_s for request in requests), default=0.0)
         places: dict[str, int] = {}  # by session
         found: list[Conversation] = []
         for number, request in enumerate(requests):
