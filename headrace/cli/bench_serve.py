@@ -434,7 +434,7 @@ def _can_draw() -> bool:
     if find_spec("matplotlib"):
         return True
     console.print(
-        "[yellow]no report[/]: it needs matplotlib: pip install 'headrace[report]'", highlight=False
+        "[yellow]no report[/]: it needs matplotlib: pip install 'headrace\\[report]'", highlight=False
     )
     return False
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.bench.serve.content import Piece, SharedPrefixes
 from headrace.bench.serve.lengths import Lengths
+from headrace.errors import InvalidRequest
 
 ONCE = 1 << 40  # contents from here on occur once
 
@@ -97,6 +98,10 @@ class Shape:
     turns: Lengths = field(default_factory=lambda: Lengths(1, 1, 1))
     think_s: float = 0.0  # mean of an exponential distribution
     zipf: float = 1.0  # popularity of the k-th prefix or document: k ** -zipf
+
+    def __post_init__(self) -> None:
+        if self.num_documents and self.retrieved > self.num_documents:
+            raise InvalidRequest("--retrieved", self.retrieved, f"there are {self.num_documents} documents")
 
     def facts(self) -> dict[str, int | float | str]:
         """What of it has an effect."""
