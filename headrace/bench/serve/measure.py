@@ -7,6 +7,7 @@ requests.jsonl     a RequestRecord a line, as they end
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ class Measurer:
 
     async def warm_up(self, plan: Plan) -> None:
         """One request after the other. Raises InvalidRequest where none gets an answer."""
-        runner = self._runner(_WARM_UP_PHASE, lambda _: None)
+        runner = self._runner(_WARM_UP_PHASE, self.on_record)
         await runner.run(replace(plan, concurrency=1))
         if runner.records and not any(record.is_ok for record in runner.records):
             raise InvalidRequest("--warmup", plan.num_requests, f"all failed: {runner.records[0].error}")
@@ -54,28 +55,36 @@ class Measurer:
         """
         machine = machine_facts()
         with _Lines(folder) as lines:
-
-            def on_record(record: RequestRecord) -> None:
-                lines.add(record)
-                self.on_record(record)
-
-            runner = self._runner(phase, on_record)
-            await runner.run(plan)
-        summary = {
+            runner, cpu_s = await self._run(plan, phase, lines)
+        found = summarise(
+            plan, runner.records, self.objective, runner.stalls_s, seed=self.seed, price=self.price
+        )
+        found["client"]["cpu_load"] = cpu_s / found["duration"] if found["duration"] else None  # of one core
+        summary: Json = {
             "schema": SCHEMA,
             "date": machine["started_at"],
             **facts,
             "seed": self.seed,
             "schedule_sha256": plan.digest(),
             "max_concurrency": plan.concurrency or self.max_in_flight,
-            **summarise(
-                plan, runner.records, self.objective, runner.stalls_s, seed=self.seed, price=self.price
-            ),
+            **found,
             "machine": machine,
         }
         if folder is not None:
             write_json(folder / "summary.json", summary)
         return summary
+
+    async def _run(self, plan: Plan, phase: int, lines: _Lines) -> tuple[Runner, float]:
+        """And the CPU seconds that it took here."""
+
+        def on_record(record: RequestRecord) -> None:
+            lines.add(record)
+            self.on_record(record)
+
+        runner = self._runner(phase, on_record)
+        cpu_s = time.process_time()
+        await runner.run(plan)
+        return runner, time.process_time() - cpu_s
 
     def _runner(self, phase: int, on_record: Callable[[RequestRecord], None]) -> Runner:
         vocabulary = Vocabulary(self.seed, self.vocab_size, phase)

@@ -37,10 +37,10 @@ class Runner:
     _start_s: float = 0.0
 
     async def run(self, plan: Plan) -> None:
-        self._start_s = self.clock.now() + _LEAD_S
         limit = asyncio.Semaphore(self.max_in_flight) if self.max_in_flight else nullcontext()
         expected = iter(plan.bounds().by_request)
         cached = [[next(expected) for _ in conversation.turns] for conversation in plan.conversations]
+        self._start_s = self.clock.now() + _LEAD_S
         beat = asyncio.create_task(self._beat())
         try:
             async with asyncio.TaskGroup() as group:
