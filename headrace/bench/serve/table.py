@@ -22,6 +22,7 @@ METRICS = {
     "tbt10": "Slowest tenth of gaps",
     "e2el": "End to end",
 }
+_SLACK = 0.01  # what chance makes equal, and answers that were not planned
 _COLUMNS = ("mean", "median", "p90", "p95", "p99")
 
 
@@ -44,6 +45,11 @@ def notes_on(summary: Json) -> list[str]:
     if summary["timeline"]["saturated"]:
         notes.append(
             "saturated: requests piled up all the while, so latencies depend on how long the run was"
+        )
+    cache = summary["cache"]
+    if (cache["hit_rate_tokens"] or 0.0) > cache["bound_infinite"] + _SLACK:
+        notes.append(
+            "caches knew prompts of this run from before it: take another --seed, or start the server anew"
         )
     if summary["cut_short"]:
         notes.append(

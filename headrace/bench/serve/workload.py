@@ -58,10 +58,20 @@ class Plan:
     def bounds(self) -> Bounds:
         """Turns count in the order of their conversations' starts, as if there were no time between them."""
         shared = SharedPrefixes()
-        pieces = [turn.pieces for conversation in self.conversations for turn in conversation.turns]
-        cached = tuple(shared.cached_tokens(some) for some in pieces)
-        total = sum(piece.num_tokens for some in pieces for piece in some)
-        return Bounds(total, sum(cached), cached)
+        cached: list[int] = []
+        for conversation in self.conversations:
+            for position, turn in enumerate(conversation.turns):
+                cached.append(shared.cached_tokens(turn.pieces))
+                shared.add(_with_answer(conversation.turns[position : position + 2], position))
+        total = sum(turn.input_tokens for conversation in self.conversations for turn in conversation.turns)
+        return Bounds(total, sum(cached), tuple(cached))
+
+
+def _with_answer(turns: Sequence[Turn], position: int) -> tuple[Piece, ...]:
+    """The prompt of the first of two turns and its answer, as the second one repeats them; none where it does not."""
+    pieces = turns[-1].pieces
+    ends = [place for place, piece in enumerate(pieces, 1) if piece.answer_to == position]
+    return pieces[: ends[0]] if ends else ()
 
 
 @dataclass(frozen=True, slots=True)

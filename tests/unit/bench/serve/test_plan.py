@@ -169,7 +169,8 @@ def test_a_conversation_repeats_what_was_said():
     assert first.think_s == 0.0
     assert second.think_s > 0.0
     bounds = at_times([talk], [0.0]).bounds()
-    assert bounds.by_request == (0, first.input_tokens, second.input_tokens)
+    answered = (first.input_tokens + first.output_tokens, second.input_tokens + second.output_tokens)
+    assert bounds.by_request == (0, *answered)
 
 
 def test_what_a_cache_could_find_ends_at_the_first_difference():

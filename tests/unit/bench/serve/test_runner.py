@@ -117,7 +117,7 @@ def test_turns_follow_the_answer_and_the_pause_and_repeat_the_real_answer():
     assert first.conversation == question.conversation
     assert (first.needs_token_ids, question.needs_token_ids) == (True, False)
     assert [record.ttft_ms for record in runner.records] == pytest.approx([500.0, 500.0])
-    assert [record.expected_cached_tokens for record in runner.records] == [0, 7]
+    assert [record.expected_cached_tokens for record in runner.records] == [0, 12]
 
 
 def test_what_follows_a_failure_is_not_sent_and_counts_as_offered():

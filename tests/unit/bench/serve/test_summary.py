@@ -11,9 +11,10 @@ from headrace.bench.serve.punctuality import Punctuality
 from headrace.bench.serve.records import RequestRecord
 from headrace.bench.serve.results import Run
 from headrace.bench.serve.slo import Objective
-from headrace.bench.serve.statistics import Pooled, interval, resamples
+from headrace.bench.serve.statistics import Pooled, resamples
 from headrace.bench.serve.summary import Price, summarise
 from headrace.bench.serve.sweep import Bounds
+from headrace.bench.serve.table import notes_on
 from headrace.bench.serve.workload import Conversation, Plan, Turn
 from headrace.errors import InvalidRequest
 
@@ -131,6 +132,14 @@ def test_cost_of_a_million_tokens():
     assert summary["cost"]["per_million_tokens"] == pytest.approx(spent / 1030 * 1e6)
 
 
+def test_prompts_that_the_caches_knew_already_are_pointed_out():
+    """More was found than this run alone can explain."""
+    knew = summary_of([record(number, cached=100) for number in range(4)])
+    assert knew["cache"]["hit_rate_tokens"] > knew["cache"]["bound_infinite"]
+    assert any("another --seed" in note for note in notes_on(knew))
+    assert notes_on(summary_of([record(number, cached=100 if number else 0) for number in range(4)])) == []
+
+
 def test_a_run_without_a_single_answer():
     summary = summary_of([record(0, status="failed"), record(1, status="timeout")])
     assert (summary["completed"], summary["timeouts"]) == (0, 1)
@@ -155,7 +164,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     for experiment in range(200):
         values = np.random.default_rng([1, experiment]).exponential(1.0, 200)
         pooled = Pooled([[value] for value in values])
-        low, high = interval(pooled.mean, resamples(200, experiment))
+        [(low, high), _] = pooled.intervals(resamples(200, experiment), [50])
         covered += low <= 1.0 <= high
     assert 0.86 <= covered / 200 <= 0.98
 
@@ -166,7 +175,7 @@ def test_intervals_are_wider_where_neighbours_are_alike():
     runs = np.repeat(rng.exponential(1.0, 40), 10)
     mixed = rng.permutation(runs)
     widths = [
-        np.ptp(interval(Pooled([[value] for value in some]).mean, resamples(400, 0)))
+        np.ptp(Pooled([[value] for value in some]).intervals(resamples(400, 0), [])[0])
         for some in (runs, mixed)
     ]
     assert widths[0] > 1.8 * widths[1]
