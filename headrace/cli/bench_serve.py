@@ -262,6 +262,8 @@ def serve(
         source = Drawn(shape, arrivals, seed, count, duration_s, concurrency if is_closed else None)
     if sweep and is_closed:
         raise InvalidRequest("--sweep", sweep, "a closed loop has no rate")
+    if sweep and not slo:
+        raise InvalidRequest("--sweep", sweep, "needs --slo, which says what is good")
     objective = Objective.parse("--slo", slo)
     bounds = Bounds.parse("--sweep", sweep, attainment) if sweep else None
     price = Price(gpu_price, gpus) if gpu_price is not None else None
