@@ -7,6 +7,10 @@ from typing import Literal
 
 from headrace.clock import Clock
 
+# What Headrace says of a request's way, under its own names.
+TIMINGS = ("queue_s", "worker_queue_s", "worker_prefill_s", "prefill_s", "transfer_s", "decode_s")
+HAND_OFF = ("decode_worker", "prefill_worker", "blocks_moved", "bytes_moved", "failed_attempts")
+
 Status = Literal["ok", "rejected", "timeout", "failed"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from headrace.bench.serve.answers import Answer, Question
+from headrace.bench.serve.answers import HAND_OFF, TIMINGS, Answer, Question
 from headrace.bench.serve.endpoint import Served
 from headrace.config import ClientSettings
 from headrace.errors import Unavailable
@@ -13,8 +13,6 @@ from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 _HELLO_TIMEOUT_S = 10.0
 _REJECTIONS = (grpc.StatusCode.RESOURCE_EXHAUSTED,)
-_TIMINGS = ("queue_s", "worker_queue_s", "worker_prefill_s", "prefill_s", "transfer_s", "decode_s")
-_HAND_OFF = ("decode_worker", "prefill_worker", "blocks_moved", "bytes_moved", "failed_attempts")
 
 
 class GrpcEndpoint:
@@ -83,5 +81,5 @@ def _note_end(message: inference_pb2.GenerateResponse, answer: Answer) -> None:
     answer.output_tokens = usage.completion_tokens
     answer.cached_tokens = usage.cached_tokens
     answer.finish_reason = inference_pb2.FinishReason.Name(message.finish_reason).rpartition("_")[2].lower()
-    answer.server = {name: getattr(timings, name) for name in _TIMINGS}
-    answer.server |= {name: getattr(hand_off, name) for name in _HAND_OFF}
+    answer.server = {name: getattr(timings, name) for name in TIMINGS}
+    answer.server |= {name: getattr(hand_off, name) for name in HAND_OFF}

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from headrace.bench.serve.answers import Answer, Question
+from headrace.bench.serve.answers import HAND_OFF, TIMINGS, Answer, Question
 from headrace.bench.serve.endpoint import Served
 from headrace.config import ClientSettings
 from headrace.errors import Unavailable
@@ -92,6 +92,7 @@ class HttpEndpoint:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_timings": True,  # Headrace's; others ignore it
         }
         if self.takes_tokens:
             body["prompt"] = question.prompt
@@ -122,6 +123,8 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
             _note_choice(choice, answer)
         if event.get("usage"):
             _note_usage(event["usage"], answer)
+        if "hand_off" in event:
+            _note_way(event, answer)
     answer.fail("failed", "the stream ended without [DONE]")
 
 
@@ -140,3 +143,9 @@ def _note_usage(usage: dict[str, Any], answer: Answer) -> None:
     answer.prompt_tokens = usage.get("prompt_tokens")
     answer.output_tokens = usage.get("completion_tokens")
     answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+
+def _note_way(event: dict[str, Any], answer: Answer) -> None:
+    """What is left out of the JSON is 0 or empty."""
+    answer.server = {name: event["timings"].get(name) or 0.0 for name in TIMINGS}
+    answer.server |= {name: event["hand_off"].get(name) or 0 for name in HAND_OFF}
