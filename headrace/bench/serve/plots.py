@@ -25,6 +25,7 @@ INK, GRID = "#24292f", "#d8dee4"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _WIDTH = 8.6  # inches
 _MAX_LANES = 60
+_SHORTEST_MS = 0.1  # what comes faster has waited in a socket
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -83,12 +84,13 @@ def latency_cdfs(runs: Sequence[Run]) -> Figure:
         ttfts = [record.ttft_ms for record in run.complete]
         gaps = [gap for record in run.complete for gap in record.itls_ms if gap > 0]
         for one, values in zip(axes, (ttfts, gaps), strict=True):
-            _cdf(one, values, colour, run.name, with_figures=len(runs) == 1)
+            _cdf(one, values, colour, run.name, _quoted(run) if len(runs) == 1 else ())
     limits = runs[0].summary["slo"]
     for one, name, limit in zip(
         axes, ("Time to first token", "Gaps between tokens"), ("ttft_ms", "tpot_ms"), strict=True
     ):
         one.set(xscale="log", title=name, xlabel="ms", ylim=(0, 1.01))
+        one.set_xlim(left=max(_SHORTEST_MS, one.get_xlim()[0]))
         _plain_logarithmic(one.xaxis)
         one.yaxis.set_major_formatter(PercentFormatter(1))
         if limit in limits and len(runs) == 1:
@@ -237,18 +239,22 @@ def _latency_by_rate(axes: Any, runs: Sequence[Json]) -> None:
     axes.legend(fontsize=9)
 
 
-def _cdf(axes: Any, values: list[float], colour: str, name: str, *, with_figures: bool) -> None:
+def _cdf(axes: Any, values: list[float], colour: str, name: str, quoted: Sequence[int]) -> None:
+    """`quoted`: percentiles that are pointed out."""
     if not values:
         return
     ordered = np.sort(values)
     shares = np.arange(1, len(ordered) + 1) / len(ordered)
     axes.step(ordered, shares, where="post", color=colour, linewidth=1.8, label=name)
-    for percent in (50, 95):
+    for percent in quoted:
         value = float(np.percentile(ordered, percent))
         axes.plot(value, percent / 100, "o", color=colour, markersize=4.5)
-        if with_figures:
-            options: Json = {"textcoords": "offset points", "fontsize": 9, "color": colour}
-            axes.annotate(f"p{percent} {_plain(value)}", (value, percent / 100), (6, -11), **options)
+        options: Json = {"textcoords": "offset points", "fontsize": 9, "color": colour}
+        axes.annotate(f"p{percent} {_plain(value)}", (value, percent / 100), (6, -11), **options)
+
+
+def _quoted(run: Run) -> tuple[int, ...]:
+    return (50, 95) if run.summary["client"]["valid"] else (50,)
 
 
 def _coloured(runs: Sequence[Run]) -> list[tuple[Run, str]]:
@@ -265,8 +271,9 @@ def _smooth(values: Sequence[float], dt_s: float) -> Any:
 
 
 def _plain_logarithmic(axis: Any) -> None:
-    """1, 2, 5, 10, … in figures."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """1, 2, 5, 10, … in figures, or, over more than two decades, the powers of ten."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     axis.set_major_formatter(FuncFormatter(_plain))
     axis.set_minor_formatter(NullFormatter())
     axis.set_minor_locator(NullLocator())
