@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.bench.serve.measure import Measurer
     from headrace.bench.serve.records import RequestRecord
     from headrace.bench.serve.source import Source
-    from headrace.bench.serve.sweep import Bounds
+    from headrace.bench.serve.sweep import Bounds, Probe
     from headrace.bench.serve.workload import Plan
 
 _INTERRUPTED = 130
@@ -375,10 +375,13 @@ class _Job:
             folder = self.out / f"rate-{rate:.4g}" if self.out else None
             return await measurer.measure(plan, self._facts(served, facts), folder, num_runs)
 
-        highest, probes = await highest_rate(bounds, measure_at)
-        content = sweep_json(bounds, highest, probes)
-        if self.out:
-            write_json(self.out / "sweep.json", content)
+        def on_probe(probes: list[Probe]) -> None:
+            if self.out:
+                write_json(self.out / "sweep.json", sweep_json(bounds, probes))
+
+        probes = await highest_rate(bounds, measure_at, on_probe)
+        content = sweep_json(bounds, probes)
+        highest = content["highest_rate"]
         best = next((probe.summary for probe in probes if probe.rate == highest), probes[0].summary)
         output.print(summary_table(best), sweep_table(content))
         if self.out:

@@ -141,9 +141,10 @@ async def test_a_sweep_of_a_real_fleet(settings, tmp_path):
             summary["client"]["valid"] = True  # however busy this machine is
             return summary
 
-        highest, probes = await highest_rate(Bounds(5.0, 20.0, 0.9), measure_at)
-    assert (highest, rates) == (20.0, [5.0, 20.0])
-    sweep_page(sweep_json(Bounds(5.0, 20.0, 0.9), highest, probes)).write(tmp_path / "report.html")
+        probes = await highest_rate(Bounds(5.0, 20.0, 0.9), measure_at)
+    sweep = sweep_json(Bounds(5.0, 20.0, 0.9), probes)
+    assert (sweep["highest_rate"], rates) == (20.0, [5.0, 20.0])
+    sweep_page(sweep).write(tmp_path / "report.html")
     async with browser_page() as page:
         await page.goto((tmp_path / "report.html").as_uri())
         assert "20 or more" in await page.title()

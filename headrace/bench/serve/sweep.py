@@ -48,8 +48,10 @@ class Probe:
     summary: Json
 
 
-async def highest_rate(bounds: Bounds, measure_at: MeasureAt) -> tuple[float | None, list[Probe]]:
-    """None: not even the lowest one will do. All probes in the order in which they were made.
+async def highest_rate(
+    bounds: Bounds, measure_at: MeasureAt, on_probe: Callable[[list[Probe]], None] = lambda _: None
+) -> list[Probe]:
+    """All probes in the order in which they were made. `on_probe` gets those so far, after each.
 
     A run whose client lagged counts as missed: nobody knows what its server did.
     """
@@ -60,24 +62,24 @@ async def highest_rate(bounds: Bounds, measure_at: MeasureAt) -> tuple[float | N
         attained: float = summary["slo"]["attainment"]
         met = attained >= bounds.attainment and summary["client"]["valid"]
         probes.append(Probe(rate, attained, summary["request_goodput"], met, summary))
+        on_probe(probes)
         return met
 
     low, high = bounds.low, bounds.high
-    if not await is_met(low):
-        return None, probes
-    if await is_met(high):
-        return high, probes
+    if not await is_met(low) or await is_met(high):
+        return probes
     while high / low > bounds.resolution:
         middle = math.sqrt(low * high)
         if await is_met(middle):
             low = middle
         else:
             high = middle
-    return low, probes
+    return probes
 
 
-def sweep_json(bounds: Bounds, highest: float | None, probes: list[Probe]) -> Json:
-    """`runs` by rate, without their timelines; those are in the runs' own folders."""
+def sweep_json(bounds: Bounds, probes: list[Probe]) -> Json:
+    """`runs` by rate, without their timelines; those are in the runs' own folders. `highest_rate` None: none."""
+    highest = max((probe.rate for probe in probes if probe.is_met), default=None)
     runs = [
         {
             "rate": probe.rate,

@@ -207,17 +207,19 @@ def test_the_sweep_finds_the_knee(low, high, expected):
             prompts.append(llm.asked[-1][1].prompt)
             return summary
 
-        highest, probes = await highest_rate(bounds, measure_at)
-        return highest, probes, prompts
+        seen: list[int] = []
+        probes = await highest_rate(bounds, measure_at, lambda probes: seen.append(len(probes)))
+        assert seen == list(range(1, len(probes) + 1))
+        return probes, prompts
 
-    highest, probes, prompts = run_virtually(run())
+    probes, prompts = run_virtually(run())
+    content = sweep_json(bounds, probes)
+    highest = content["highest_rate"]
     if expected is None:
         assert highest is None
     else:
         assert highest <= expected + 0.01
         assert highest * bounds.resolution >= expected
-    content = sweep_json(bounds, highest, probes)
-    assert content["highest_rate"] == highest
     rates = [run["rate"] for run in content["runs"]]
     assert rates == sorted(rates)
     assert all(run["is_met"] == (run["rate"] <= 10.01) for run in content["runs"])
