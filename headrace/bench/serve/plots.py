@@ -214,16 +214,17 @@ def _goodput_by_rate(axes: Any, sweep: Json) -> None:
     attained = np.array([run["attainment"] for run in runs])
     bounds = np.array([run["interval"] or (run["attainment"],) * 2 for run in runs])
     spread = np.abs(bounds.T - attained) * (good / np.maximum(attained, 1e-9))
-    axes.plot((0, at[-1]), (0, at[-1]), color=GRID, linewidth=1.5, zorder=1)
-    axes.annotate(
-        "all are good", (at[-1], at[-1]), (-8, 2), textcoords="offset points", ha="right", fontsize=9
-    )
+    possible = np.geomspace(at[0], max(at[-1], 1.01 * at[0]), 100)
+    axes.plot(possible, possible, color=GRID, linewidth=1.5, zorder=1)
     axes.errorbar(at, good, spread, color=COLOURS[0], marker="o", markersize=5, linewidth=1.5, capsize=2)
+    top = 1.3 * float((good + spread[1]).max()) or float(at[0])
+    axes.set(title="Good answers a second", xlabel="requests a second", xscale="log", ylim=(0, top))
+    _plain_logarithmic(axes.xaxis)
     if highest is not None:
-        text = f"{sweep['attainment']:.0%} are good\nup to {highest:.3g}"
         axes.axvline(highest, color=COLOURS[2], linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(text, (highest, 0), (4, 6), textcoords="offset points", fontsize=9, color=COLOURS[2])
-    axes.set(title="Good answers a second", xlabel="requests a second", ylim=(0, None), xlim=(0, None))
+        text = f"{sweep['attainment']:.0%} good up to {highest:.3g}"
+        options: Json = {"textcoords": "offset points", "fontsize": 9, "color": COLOURS[2]}
+        axes.annotate(text, (highest, top), (4, -10), **options)
 
 
 def _latency_by_rate(axes: Any, runs: Sequence[Json]) -> None:
@@ -234,8 +235,9 @@ def _latency_by_rate(axes: Any, runs: Sequence[Json]) -> None:
             at, values = [run["rate"] for run in quoted], [run[key] for run in quoted]
             label = f"{metric.upper()} {name}"
             axes.plot(at, values, color=colour, linestyle=line, marker="o", markersize=4, label=label)
-    axes.set(title="Latency, ms", xlabel="requests a second", yscale="log", xlim=(0, None))
+    axes.set(title="Latency, ms", xlabel="requests a second", yscale="log", xscale="log")
     _plain_logarithmic(axes.yaxis)
+    _plain_logarithmic(axes.xaxis)
     axes.legend(fontsize=9)
 
 
