@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,22 @@ def tls_credentials(settings: ClientSettings) -> grpc.ChannelCredentials | None:
         _read("client.key_file", settings.key_file),
         _read("client.cert_file", settings.cert_file),
     )
+
+
+def tls_context(settings: ClientSettings) -> ssl.SSLContext:
+    """The same for HTTP: whom to trust, and the client's own certificate. Raises InvalidRequest."""
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_file)
+        if settings.cert_file is not None:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+    except OSError as error:  # SSLError is one
+        files = ", ".join(
+            str(path) for path in (settings.ca_file, settings.cert_file, settings.key_file) if path
+        )
+        raise InvalidRequest(
+            "client.ca_file, cert_file, key_file", files, f"can not be used: {error}"
+        ) from None
+    return context
 
 
 def authorization(settings: ClientSettings) -> tuple[tuple[str, str], ...]:

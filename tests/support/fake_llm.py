@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 from aiohttp import web
 
+from headrace.bench.certificates import Files
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 VOCAB_SIZE = 4096
@@ -47,6 +49,7 @@ class FakeLlm(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request, context):
         fields = {"session_id": request.session_id, "ignore_eos": request.sampling.ignore_eos}
+        fields["authorization"] = dict(context.invocation_metadata()).get("authorization")
         asked = Asked(request.request_id, list(request.token_ids.ids), request.sampling.max_tokens, fields)
         self.asked.append(asked)
         num_tokens = 0
@@ -69,6 +72,7 @@ class FakeLlm(inference_pb2_grpc.InferenceServicer):
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompt = body.get("prompt") or body["messages"]
+        body["authorization"] = request.headers.get("authorization")
         asked = Asked(request.headers["x-request-id"], prompt, body["max_tokens"], body)
         self.asked.append(asked)
         answer = self.script(asked)
@@ -105,16 +109,28 @@ class FakeLlm(inference_pb2_grpc.InferenceServicer):
         await response.write(b"data: [DONE]\n\n")
 
 
+def _context(files: Files) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=files.ca)
+    context.load_cert_chain(files.cert, files.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 async def _event(response: web.StreamResponse, content: object) -> None:
     await response.write(b"data: " + json.dumps(content).encode() + b"\n\n")
 
 
 @asynccontextmanager
-async def serving(llm: FakeLlm) -> AsyncIterator[tuple[str, str]]:
-    """Its gRPC address and its URL."""
+async def serving(llm: FakeLlm, files: Files | None = None) -> AsyncIterator[tuple[str, str]]:
+    """Its gRPC address and its URL. `files`: with TLS, for clients that have certificates of the same authority."""
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(llm, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if files is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        ca, key, cert = files.read()
+        credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     app = web.Application()
     app.add_routes(
@@ -126,10 +142,10 @@ async def serving(llm: FakeLlm) -> AsyncIterator[tuple[str, str]]:
     )
     runner = web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=_context(files) if files else None)
     await site.start()
     try:
-        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"127.0.0.1:{port}", f"http{'s' if files else ''}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
         await server.stop(0)

@@ -11,7 +11,7 @@ from headrace.bench.serve.answers import HAND_OFF, TIMINGS, Answer, Question
 from headrace.bench.serve.endpoint import Served
 from headrace.config import ClientSettings
 from headrace.errors import Unavailable
-from headrace.rpc.client import authorization
+from headrace.rpc.client import authorization, tls_context
 
 _HELLO_TIMEOUT_S = 10.0
 _MAX_LINE_BYTES = 1 << 24  # an event may repeat the prompt's token ids
@@ -38,6 +38,7 @@ class HttpEndpoint:
         self._temperature = temperature
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = dict(authorization(client))
+        self._tls = tls_context(client)
         self._session: aiohttp.ClientSession | None = None
 
     async def served(self) -> Served:
@@ -77,7 +78,7 @@ class HttpEndpoint:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:  # needs the running loop
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=self._tls),
                 timeout=self._timeout,
                 headers=self._headers,
                 read_bufsize=_MAX_LINE_BYTES,

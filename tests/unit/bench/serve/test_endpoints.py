@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from headrace.bench.certificates import Authority
 from headrace.bench.serve.answers import Answer, Question
 from headrace.bench.serve.content import Piece
 from headrace.bench.serve.grpc_endpoint import GrpcEndpoint
@@ -191,11 +192,40 @@ async def test_what_an_endpoint_says_of_itself(protocol):
     assert endpoint.takes_tokens is (protocol != "chat")
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_through_tls_with_a_key(protocol, tmp_path):
+    authority = Authority(tmp_path)
+    own, key = authority.issue("client"), tmp_path / "key"
+    key.write_text("secret\n")
+    client = ClientSettings(tls=True, ca_file=own.ca, cert_file=own.cert, key_file=own.key, api_key_file=key)
+
+    async def script(_):
+        yield [1]
+
+    llm = FakeLlm(script)
+    async with serving(llm, authority.issue("server")) as addresses:
+        answer = Answer(HandClock())
+        endpoint = endpoint_for(protocol, addresses, client=client)
+        try:
+            await endpoint.served()
+            await endpoint.ask(question_for(protocol), answer)
+        finally:
+            await endpoint.close()
+    assert (answer.status, answer.error) == ("ok", "")
+    assert llm.asked[0].fields["authorization"] == "Bearer secret"
+
+
 async def test_nobody_there():
     endpoint = HttpEndpoint("http://127.0.0.1:9", CLIENT, "", 0.0, 1.0, chat=False)
     with pytest.raises(Unavailable, match="/v1/models"):
         await endpoint.served()
     await endpoint.close()
+
+
+def test_certificates_that_can_not_be_read(tmp_path):
+    client = ClientSettings(tls=True, ca_file=tmp_path / "none")
+    with pytest.raises(InvalidRequest, match="ca_file"):
+        HttpEndpoint("https://127.0.0.1:9", client, "", 0.0, 1.0, chat=False)
 
 
 def test_a_key_that_can_not_be_read(tmp_path):
