@@ -22,6 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from headrace.cli.bench_serve import compare, serve
 from headrace.cli.options import ConfigOption, ModelOption, SetOption, settings_from
 from headrace.cli.progress import console, obtain_model, output
 from headrace.cli.trace import trace
@@ -42,7 +43,9 @@ _MAX_BLOCKS = 1 << 16
 _MAX_WORKERS, _MAX_INDEXED_BLOCKS = 4096, 10**8
 _INTERRUPTED = 130
 
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+bench = typer.Typer(help="Measure this machine, or a deployment.", no_args_is_help=True)
+bench.command()(serve)
+bench.command()(compare)
 bench.command()(trace)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import grpc
 
 from headrace.config import ClientSettings
-from headrace.errors import Code, HeadraceError, InvalidRequest, PeerError, Unavailable
+from headrace.errors import Code, HeadraceError, PeerError, Unavailable
+from headrace.rpc.client import authorization, tls_credentials
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.tokenizer import ChatMessage
 
@@ -42,9 +42,11 @@ class Client:
         """Raises InvalidRequest for files that can not be read."""
         self.address = address
         settings = settings or ClientSettings()
-        self._channel = _channel(address, settings)
-        key = _read("client.api_key_file", settings.api_key_file)
-        self._metadata = [("authorization", f"Bearer {key.decode().strip()}")] if key else None
+        credentials = tls_credentials(settings)
+        self._channel = (
+            grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
+        )
+        self._metadata = authorization(settings)
         self._stub: Any = inference_pb2_grpc.InferenceStub(
             cast("Any", self._channel)
         )  # its types are those of grpc.aio
@@ -92,24 +94,6 @@ class Client:
             return self._stub.Explain(request, timeout=_EXPLAIN_TIMEOUT_S, metadata=self._metadata).plan
         except grpc.RpcError as error:
             raise _translated(error) from None
-
-
-def _channel(address: str, settings: ClientSettings) -> grpc.Channel:
-    if not settings.tls:
-        return grpc.insecure_channel(address)
-    credentials = grpc.ssl_channel_credentials(
-        _read("client.ca_file", settings.ca_file),
-        _read("client.key_file", settings.key_file),
-        _read("client.cert_file", settings.cert_file),
-    )
-    return grpc.secure_channel(address, credentials)
-
-
-def _read(field: str, path: Path | None) -> bytes | None:
-    try:
-        return path.read_bytes() if path is not None else None
-    except OSError as error:
-        raise InvalidRequest(field, str(path), f"can not be read: {error}") from None
 
 
 def _request(
