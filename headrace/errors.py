@@ -14,6 +14,7 @@
     ├── LayoutMismatch        FAILED_PRECONDITION  two workers that can not exchange KV; names the field
     ├── Unavailable           UNAVAILABLE          nobody there to do it; trying elsewhere or later can help
     │   ├── WorkerGone                             the worker died or its incarnation changed
+    │   ├── RankLost                               one of the worker's own ranks; the worker ends
     │   └── TransferFailed                         KV did not arrive (peer lost, timed out, checksum, lease over)
     ├── ModelError            FAILED_PRECONDITION  a model folder or file that can not be used; says why
     ├── PeerError             the peer's own code  an error that another process answered, passed on
@@ -148,6 +149,10 @@ class Unavailable(HeadraceError):
 
 
 class WorkerGone(Unavailable):
+    pass
+
+
+class RankLost(Unavailable):
     pass
 
 

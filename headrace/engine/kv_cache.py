@@ -57,17 +57,22 @@ class KvCache:
         self.dtype_name = str(dtype).removeprefix("torch.") if quantization == "none" else quantization
 
     @classmethod
-    def for_model(cls, config: ModelConfig, settings: EngineSettings, dtype: torch.dtype) -> KvCache:
-        """As many blocks as the settings say, or as their memory holds. Raises InvalidRequest for too few."""
+    def for_model(
+        cls, config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, num_ranks: int = 1
+    ) -> KvCache:
+        """As many blocks as the settings say, or as their memory holds. Raises InvalidRequest for too few.
+
+        Of several ranks: `config` is what this one computes, and the settings' memory is that of all together.
+        """
         stored, width = _row(config.head_dim, dtype, settings.kv_quantization)
         rows_per_token = config.num_layers * 2 * config.num_kv_heads
         block_bytes = rows_per_token * settings.block_size_tokens * width * stored.itemsize
-        num_blocks = settings.num_blocks or settings.kv_memory_bytes // block_bytes
+        num_blocks = settings.num_blocks or settings.kv_memory_bytes // (block_bytes * num_ranks)
         if num_blocks < _MIN_BLOCKS:
             raise InvalidRequest(
                 "engine.num_blocks" if settings.num_blocks else "engine.kv_memory_bytes",
                 settings.num_blocks or settings.kv_memory_bytes,
-                f"must give at least {_MIN_BLOCKS} blocks of {block_bytes} bytes",
+                f"must give at least {_MIN_BLOCKS} blocks of {block_bytes * num_ranks} bytes",
             )
         return cls(config, num_blocks, settings.block_size_tokens, dtype, settings.kv_quantization)
 

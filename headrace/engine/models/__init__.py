@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.engine.models.decoder import Decoder, Sum, alone, build
+from headrace.engine.models.decoder import Decoder, build
 from headrace.engine.shard import WHOLE, Shard
 from headrace.engine.weights.source import TensorSource
 from headrace.engine.weights.tensor_names import GEMMA3, LLAMA, TensorNames
@@ -39,9 +39,7 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.architecture]
 
 
-def build_model(
-    config: ModelConfig, tensors: TensorSource, shard: Shard = WHOLE, sum_over_ranks: Sum = alone
-) -> Decoder:
+def build_model(config: ModelConfig, tensors: TensorSource, shard: Shard = WHOLE) -> Decoder:
     """A shard of the model with its weights. Raises ModelError naming the architecture, or the tensor that does not fit."""
     family_of(config)
-    return build(config, tensors, shard, sum_over_ranks)
+    return build(config, tensors, shard)

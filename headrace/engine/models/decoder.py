@@ -30,6 +30,10 @@ from headrace.model_config import ModelConfig
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     input_norm: RmsNorm
@@ -58,7 +62,7 @@ class Decoder:
     head: Linear
     rope: RotaryEmbedding
     local_rope: RotaryEmbedding | None  # of sliding layers, where it differs
-    sum_over_ranks: Sum
+    sum_over_ranks: Sum = _alone
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,14 +106,7 @@ def _normalized(norm: RmsNorm | None, x: torch.Tensor) -> torch.Tensor:
     return x if norm is None else norm(x)
 
 
-def alone(x: torch.Tensor) -> torch.Tensor:
-    """The `Sum` of a model that is here as a whole."""
-    return x
-
-
-def build(
-    config: ModelConfig, tensors: TensorSource, shard: Shard = WHOLE, sum_over_ranks: Sum = alone
-) -> Decoder:
+def build(config: ModelConfig, tensors: TensorSource, shard: Shard = WHOLE) -> Decoder:
     """Take the weights of a shard. Raises ModelError naming the tensor that does not fit."""
     size = (config.vocab_size, config.hidden_size)
     part = None if shard == WHOLE else shard.part(config.vocab_size)
@@ -126,7 +123,6 @@ def build(
         head=Linear(head),
         rope=RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling),
         local_rope=RotaryEmbedding(config.head_dim, config.local_rope_theta) if scales_locally else None,
-        sum_over_ranks=sum_over_ranks,
     )
 
 

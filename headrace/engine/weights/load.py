@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from headrace.engine.models import build_model, family_of
-from headrace.engine.models.decoder import Decoder, Sum, alone
+from headrace.engine.models.decoder import Decoder
 from headrace.engine.shard import WHOLE, Shard
 from headrace.engine.weights.gguf_file import GgufFile
 from headrace.engine.weights.safetensors_files import SafetensorsFiles
@@ -22,7 +22,6 @@ def load_model(
     *,
     quantization: Quantization = "none",
     shard: Shard = WHOLE,
-    sum_over_ranks: Sum = alone,
 ) -> Decoder:
     """`dtype` is that of what is not quantized; what `quantization` means, `Form` says. Of a `shard`, no more is read.
 
@@ -31,8 +30,7 @@ def load_model(
     config, family = files.config, family_of(files.config)
     if files.format == "gguf":
         gguf = GgufFile(files.path, config, interleaved=family.interleaves_gguf)
-        tensors = TensorSource(gguf, Form(dtype, quantization), progress)
-        return build_model(config, tensors, shard, sum_over_ranks)
+        return build_model(config, TensorSource(gguf, Form(dtype, quantization), progress), shard)
     with SafetensorsFiles(files.path, family.names) as folder:
         tensors = TensorSource(folder, Form(dtype, quantization, family.norm_offset), progress)
-        return build_model(config, tensors, shard, sum_over_ranks)
+        return build_model(config, tensors, shard)
