@@ -75,6 +75,9 @@ class Router:
         self.ready = False  # some decode worker of the model is alive
         self._http: HttpServer | None = None
 
+    async def failed(self) -> None:
+        await asyncio.get_running_loop().create_future()  # nothing does that to a router
+
     async def start(self) -> str:
         """Serve. Returns the public address."""
         settings = self._settings

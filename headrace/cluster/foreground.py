@@ -1,4 +1,6 @@
-"""Run one process in the foreground until SIGINT or SIGTERM, then drain it. A second signal ends it at once."""
+"""Run one process in the foreground until SIGINT or SIGTERM, then drain it. A second signal ends it at once. What it can
+not go on after ends it, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import signal
 
 import uvloop
 
-from headrace.cluster.hosted import Runnable
+from headrace.cluster.hosted import Runnable, until
 from headrace.cluster.process import ProcessSpec, build, prepare
 
 
@@ -30,5 +32,7 @@ async def _until_signal(spec: ProcessSpec) -> None:
         loop.add_signal_handler(signum, on_signal, signum)
     process: Runnable = build(spec, lambda stage: None)
     await process.start()
-    await stop.wait()
-    await process.stop()
+    try:
+        await until(stop, process)
+    finally:
+        await process.stop()

@@ -51,6 +51,7 @@ class LocalCluster:
         the start.
         """
         self._settings = settings
+        self._num_ranks = settings.engine.tensor_parallel_size
         prefill: list[Kind] = ["prefill"] * num_prefill
         decode: list[Kind] = ["decode"] * num_decode
         self._kinds = prefill + decode
@@ -89,9 +90,9 @@ class LocalCluster:
         for spec in specs:
             check(spec)
         for spec in specs:
-            # The router shares whatever is idle; a worker has a core's worth reserved.
-            bundle = {"CPU": 0.01 if spec.kind == "router" else 1.0}
-            self.placed[spec.name] = placement.place(spec, [bundle])
+            # The router shares whatever is idle; each rank of a worker has a core's worth reserved.
+            bundles = [{"CPU": 0.01}] if spec.kind == "router" else [{"CPU": 1.0}] * self._num_ranks
+            self.placed[spec.name] = placement.place(spec, bundles)
         placed = list(self.placed.values())
         self._cleanup.callback(placement.stop, placed, self._settings.rpc.drain_timeout_s)
         reaper.watch_children()
@@ -107,7 +108,9 @@ class LocalCluster:
         logging.getLogger("ray").setLevel(logging.WARNING)
         self._cleanup.callback(ray.shutdown)
         # More workers than cores share them.
-        start_ray(len(self._kinds) + 1, self.folder / "ray", before_retry=reaper.watch_children)
+        start_ray(
+            len(self._kinds) * self._num_ranks + 1, self.folder / "ray", before_retry=reaper.watch_children
+        )
         self._on_stage("ray", "serving")
 
     def _specs(self) -> list[ProcessSpec]:

@@ -6,6 +6,7 @@ comes back under its name, with a new incarnation, when its process dies.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class ProcessActor:
 
     def __init__(self, spec: ProcessSpec) -> None:
         prepare(spec)
-        self._process = HostedProcess(lambda report: build(spec, report))
+        # Ray starts it again when it is no more.
+        self._process = HostedProcess(lambda report: build(spec, report), on_failure=lambda: os._exit(1))
 
     def stage(self) -> str:
         return self._process.stage

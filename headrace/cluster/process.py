@@ -62,7 +62,7 @@ def build(spec: ProcessSpec, report: Report) -> Runnable:
     from headrace.cluster.worker_process import WorkerProcess
     from headrace.directory.records import Role
 
-    return WorkerProcess(spec.settings, Role(spec.kind), spec.name, report)
+    return WorkerProcess(spec.settings, Role(spec.kind), spec.name, report, log_file=spec.log_file)
 
 
 def _bind(cores: Sequence[int]) -> None:

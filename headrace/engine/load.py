@@ -71,7 +71,7 @@ def load_shard(files: ModelFiles, model: ModelSettings, engine: EngineSettings, 
     backend = _parallel_backend(engine)
     torch.set_num_threads(engine.num_threads or max(1, len(os.sched_getaffinity(0)) // shard.size))
     dtype = choose_dtype(model.dtype, backend)
-    cache = KvCache.for_model(shard.config(files.config), engine, dtype, shard.size)
+    cache = KvCache.for_model(files.config, engine, dtype, shard)
     quantization = choose_quantization(model.quantization, backend)
     weights = load_model(files, dtype, quantization=quantization, shard=shard)
     return LoadedShard(weights, cache, backend)

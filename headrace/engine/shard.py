@@ -35,6 +35,12 @@ class Shard:
         head = self.rank * num_kv_heads // self.size
         return range(head, head + 1)
 
+    def holds_copies(self, num_kv_heads: int) -> bool:
+        """Whether a rank before this one has the same KV heads."""
+        return self.rank > 0 and Shard(self.rank - 1, self.size).kv_heads(num_kv_heads) == self.kv_heads(
+            num_kv_heads
+        )
+
     def config(self, config: ModelConfig) -> ModelConfig:
         """The shape of what this rank computes. The vocabulary and the hidden size stay as they are."""
         return replace(

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-import gguf
 import pytest
 import torch
 
-from headrace.clock import VirtualClock
 from headrace.config import EngineSettings
-from headrace.engine.block_pool import BlockPool
-from headrace.engine.engine import Engine
 from headrace.engine.forward import EagerForward, ForwardPass
 from headrace.engine.kv_cache import KvCache
 from headrace.engine.parallel.ranks import ParallelForward
@@ -19,7 +15,7 @@ from headrace.engine.sequence import Chunk, Sequence, StepPlan
 from headrace.engine.weights.load import load_model
 from headrace.sampling_params import SamplingParams
 from tests.support.ranks import rank_threads
-from tests.support.small_models import IN_GGUF, MODELS, VOCAB_SIZE, random_model, write_folder, write_gguf
+from tests.support.small_models import MODELS, VOCAB_SIZE, random_model, write_folder
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS = 8, 40, 110
 PROMPT = torch.randint(VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -56,7 +52,8 @@ def of_one(files, backend) -> torch.Tensor:
     model = load_model(files, torch.float32)
     settings = EngineSettings(num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK_SIZE)
     return logits_of(
-        EagerForward(model, KvCache.for_model(model.config, settings, torch.float32), backend), CUTS["at once"]
+        EagerForward(model, KvCache.for_model(model.config, settings, torch.float32), backend),
+        CUTS["at once"],
     )
 
 

@@ -25,7 +25,6 @@ from headrace.engine.weights.source import TensorSource
 from headrace.engine.weights.stored_matrix import Cut, Matrix, joined
 from headrace.model_config import ModelConfig
 
-
 # The sum of a tensor over all ranks of the worker, the same everywhere: its memory is the caller's.
 Sum = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,7 +1,7 @@
 """Messages between rank 0 and one other rank, over a socket: each with its length before it.
 
-    rank 0 ── what to do (`messages.py`) ──▶ rank n
-           ◀── Reply: done, or what failed ──
+rank 0 ── what to do (`messages.py`) ──▶ rank n
+       ◀── Reply: done, or what failed ──
 """
 
 from __future__ import annotations
