@@ -9,7 +9,10 @@ from headrace.errors import LayoutMismatch
 from headrace.rpc.v1 import kv_pb2
 
 _SCHEMA_VERSION = 3
-_SUPPORTED_TP = "one side's ranks must be a multiple of the other's, and both must divide num_kv_heads or be a multiple of it"
+_SUPPORTED_TP = (
+    "one side's ranks must be a multiple of the other's,"
+    " and both must divide num_kv_heads or be a multiple of it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

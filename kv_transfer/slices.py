@@ -1,8 +1,8 @@
 """Which bytes of a peer's block go where in ours, when the two sides split the heads over different numbers of ranks.
 
 A block of rank r of R holds the KV heads [r*H/R, (r+1)*H/R) as [layers, 2, heads/R, block_size, row]; with more ranks
-than heads, R/H ranks hold copies of one. A plane is one layer's keys or values in a block; the heads that two ranks share
-are one piece of each plane, so a slice is one run with strides. H = 4, owner TP 2, reader TP 1:
+than heads, R/H ranks have copies of one. A plane is one layer's keys or values in a block; the heads that two ranks
+share are one piece of each plane, so a slice is one run with strides. H = 4, owner TP 2, reader TP 1:
 
     owner rank 0   │h0 h1│h0 h1│…            ─▶   reader   │h0 h1 ·· ··│h0 h1 ·· ··│…
     owner rank 1   │h2 h3│h2 h3│…            ─▶            │·· ·· h2 h3│·· ·· h2 h3│…

@@ -1,5 +1,6 @@
-"""Run one process in the foreground until SIGINT or SIGTERM, then drain it. A second signal ends it at once. What it can
-not go on after ends it, too.
+"""Run one process in the foreground until SIGINT or SIGTERM, then drain it. A second signal ends it at once.
+
+What it can not go on after ends it, too.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 import uvloop
@@ -36,7 +36,10 @@ class Runnable(Protocol):
 
 async def until(stopping: asyncio.Event, process: Runnable) -> None:
     """Returns when `stopping` is set. Raises what the process fails by."""
-    waits = [asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(process.failed())]
+    waits: list[asyncio.Task[Any]] = [
+        asyncio.create_task(stopping.wait()),
+        asyncio.create_task(process.failed()),
+    ]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in done:

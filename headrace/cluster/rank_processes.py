@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from headrace.cluster.rank_process import Job
+from headrace.cluster.rank import Job
 from headrace.config import Settings
 from headrace.engine.parallel.group import Group, GroupBroken, open_store
 from headrace.engine.parallel.link import Failure, Link, LinkClosed, unpack_reply
@@ -24,7 +24,7 @@ from headrace.errors import RankLost
 
 log = structlog.get_logger()
 
-_START_TIMEOUTS = 4  # a rank may take so many times `rank_timeout_s` longer than rank 0 to load its shard
+_START_TIMEOUT_S = 120.0  # for loading their shards, once rank 0 has loaded its own
 _END_TIMEOUT_S = 8.0
 
 
@@ -68,13 +68,16 @@ class RankProcess:
             return f"was killed by signal {-status} ({signal.Signals(-status).name})"
         return f"ended with status {status}"
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         """It ends when its connections do, or by force."""
         self.link.close()
         self.control.close()
         if self.ended(_END_TIMEOUT_S) is None:
             log.warning("rank did not end, killing it", rank=self.number)
-            self._process.kill()
+            self.kill()
             self._process.wait()
 
 
@@ -94,7 +97,7 @@ class RankProcesses:
 
     def meet(self, vocab_size: int, on_lost: Callable[[RankLost], None]) -> Ranks:
         """Once this process has loaded its own shard. Raises RankLost."""
-        deadline = time.monotonic() + _START_TIMEOUTS * self._timeout_s
+        deadline = time.monotonic() + _START_TIMEOUT_S
         for process in self.each:
             process.wait(deadline)
         store = open_store(self._timeout_s)
@@ -115,9 +118,9 @@ class RankProcesses:
             process.wait(deadline)
 
     def kill(self) -> None:
-        """At once: what they compute is of no use any more."""
+        """When one is lost, what the others do is of no use any more."""
         for process in self.each:
-            process._process.kill()
+            process.kill()
 
     async def close(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(process.close) for process in self.each))

@@ -131,7 +131,7 @@ class WorkerProcess:
         self._make_transport = make_transport
         self._log_file = log_file
         self._num_ranks = settings.engine.tensor_parallel_size
-        self._rank_processes: list[RankProcess] = []  # those of the other ranks
+        self._rank_processes: RankProcesses | None = None  # the other ranks
         self._failure: RankLost | None = None
         self._has_failed = asyncio.Event()
         self._incarnation = secrets.token_hex(8)
@@ -172,8 +172,9 @@ class WorkerProcess:
         return record.address
 
     async def stop(self) -> None:
-        """Drain: leave the directory's candidates, admit nothing, finish, let held KV be read; then end. After a failure
-        there is nothing to finish.
+        """Drain: leave the directory's candidates, admit nothing, finish, let held KV be read; then end.
+
+        After a failure there is nothing to finish.
         """
         self._draining = True
         self._exchange.drain()
@@ -200,8 +201,13 @@ class WorkerProcess:
         self._engine.post(lambda engine: engine.fail_all(error))
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                while self._num_streams:
-                    await asyncio.sleep(_DRAIN_POLL_S)
+                await self._streams_ended()
+
+    async def _streams_ended(self) -> None:
+        while True:
+            if not self._num_streams:
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _hottest(self, max_blocks: int) -> list[NamedBlock]:
         return await self._engine.call(lambda engine: engine.hottest(max_blocks))
@@ -231,19 +237,23 @@ class WorkerProcess:
             )
         processes = RankProcesses(settings, self._worker_id, self._incarnation, self._log_file)
         self._cleanup.push_async_callback(processes.close)
-        self._rank_processes = processes.each
+        self._rank_processes = processes
         shard = load_shard(self._files, settings.model, settings.engine, Shard(0, self._num_ranks))
-        ranks = processes.meet(
-            config.vocab_size, lambda error: self._loop.call_soon_threadsafe(self._fail, error)
-        )
+        ranks = processes.meet(config.vocab_size, self._on_lost)
         self._runner, self._cache = shard.runner(self._files, ranks), shard.cache
         self._memory = KvMemory(self._cache, settings.engine.host_memory_bytes // self._num_ranks)
         return ParallelMemory(ranks, self._memory)
+
+    def _on_lost(self, error: RankLost) -> None:
+        """On the engine's thread."""
+        self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: RankLost) -> None:
         if self._failure is None:
             self._failure = error
             log.critical("worker ends", error=str(error))
+            if self._rank_processes is not None:
+                self._rank_processes.kill()
             self._has_failed.set()
 
     def _on_rank_gone(self, process: RankProcess) -> None:
@@ -283,7 +293,7 @@ class WorkerProcess:
         self._cleanup.push_async_callback(self._transfers.close)
         await self._transfers.start()
         self._remote_ranks: list[RemoteRank] = []
-        for process in self._rank_processes:
+        for process in self._rank_processes.each if self._rank_processes is not None else ():
             rank = await RemoteRank.open(process.control, partial(self._on_rank_gone, process))
             self._cleanup.push_async_callback(rank.close)
             self._remote_ranks.append(rank)

@@ -1,9 +1,9 @@
 """Which part of a model one rank of a worker holds, where several compute it together (tensor parallelism).
 
-    columns of a layer's work    q k v, gate up: each rank has some rows of the weight, for heads and features of its own
-    rows of it                   output, down: the columns of the weight that belong to these; the ranks' results are summed
-    vocabulary                   embedding, head: some tokens each
-    whole                        norms
+    q k v, gate up     rows of the weight: heads and features of its own
+    output, down       the columns that belong to these; what the ranks compute with them is summed
+    embedding, head    rows: some tokens of the vocabulary each
+    norms              all
 
 With more ranks than KV heads, several hold the same head.
 """

@@ -40,6 +40,6 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def build_model(config: ModelConfig, tensors: TensorSource, shard: Shard = WHOLE) -> Decoder:
-    """A shard of the model with its weights. Raises ModelError naming the architecture, or the tensor that does not fit."""
+    """A shard of the model with its weights. Raises ModelError naming the architecture, or what does not fit."""
     family_of(config)
     return build(config, tensors, shard)

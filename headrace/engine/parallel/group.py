@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed import ProcessGroupGloo, TCPStore, Work
-from torch.distributed.distributed_c10d import GatherOptions
+from torch._C._distributed_c10d import TCPStore, Work
+from torch.distributed import distributed_c10d
 
 from headrace.engine.shard import Shard
 
 _HOST = "127.0.0.1"
+
+# The group itself, and not what `init_process_group` makes of it: that is one of a whole process, and listens on
+# whatever address the host's name leads to. Its type says nothing of what is used here.
+_Gloo: Any = distributed_c10d.ProcessGroupGloo
 
 
 class GroupBroken(Exception):
@@ -41,20 +46,22 @@ class Group:
         """Waits for the others. `timeout_s` is for that, and for each call. Raises GroupBroken."""
         self.shard = shard
         self._vocab_size = vocab_size
-        options = ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
-        options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]  # pyright: ignore[reportPrivateUsage]
-        options._timeout = timedelta(seconds=timeout_s)  # pyright: ignore[reportPrivateUsage]
+        options = _Gloo._Options()
+        options._devices = [_Gloo.create_device(hostname=_HOST)]
+        options._timeout = timedelta(seconds=timeout_s)
         try:
-            self._gloo = ProcessGroupGloo(store, shard.rank, shard.size, options)
+            self._gloo = _Gloo(store, shard.rank, shard.size, options)
         except RuntimeError as error:
             raise GroupBroken(f"the ranks did not meet: {error}") from None
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, which are contiguous. Added in the order of the ranks, so that it has the same bits at each of them,
-        and in every batch; an all-reduce of gloo does not promise that.
+        """The sum of all ranks' tensors, which are contiguous.
+
+        Added in the order of the ranks: it has the same bits at each of them and in every batch, which an all-reduce of
+        gloo does not promise.
         """
         parts = x.new_empty((self.shard.size * len(x), *x.shape[1:]))
-        self._wait(lambda: self._gloo._allgather_base(parts, x))  # pyright: ignore[reportPrivateUsage]
+        self._wait(lambda: self._gloo._allgather_base(parts, x))
         total, *others = parts.chunk(self.shard.size)
         for other in others:
             total += other
@@ -65,7 +72,7 @@ class Group:
         width = -(-self._vocab_size // self.shard.size)  # all send as much as the largest
         sent = F.pad(own_NV, (0, width - own_NV.shape[1]))
         parts = [torch.empty_like(sent) for _ in range(self.shard.size)] if self.shard.rank == 0 else []
-        options = GatherOptions()
+        options = distributed_c10d.GatherOptions()
         options.rootRank = 0
         self._wait(lambda: self._gloo.gather([parts] if parts else [], [sent], options))
         return torch.cat(parts, dim=1)[:, : self._vocab_size] if parts else torch.empty(0)

@@ -6,7 +6,7 @@ Nothing is undone when a rank is lost: whatever was under way fails with RankLos
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ class Ranks:
         return max(rank.link.num_sent for rank in self._others)
 
     @contextmanager
-    def together(self, *messages: bytes) -> Iterator[None]:
+    def together(self, *messages: bytes) -> Generator[None]:
         """Tell the others, each its own or all the same; within the block, do your own part. Raises RankLost for
         whatever goes wrong: the ranks do not do the same any more.
         """
