@@ -20,6 +20,7 @@ from headrace.engine.parallel.group import Group, find_store, open_store
 from headrace.engine.parallel.link import Link
 from headrace.engine.parallel.ranks import ParallelMemory, ParallelRunner, Rank, Ranks
 from headrace.engine.shard import Shard
+from headrace.engine.tiers import BlockFiles
 from headrace.errors import RankLost
 from headrace.model_config import ModelFiles
 
@@ -37,9 +38,9 @@ class RankThreads:
     links: list[Link]  # rank 0's
     lost: list[RankLost] = field(default_factory=list)
 
-    def engine(self) -> Engine:
+    def engine(self, files: BlockFiles | None = None) -> Engine:
         memory = ParallelMemory(self.ranks, self.memories[0])
-        pool = BlockPool(self.shards[0].cache.num_blocks, self.settings.block_size_tokens, memory)
+        pool = BlockPool(self.shards[0].cache.num_blocks, self.settings.block_size_tokens, memory, files)
         return Engine(self.runner, pool, self.settings, frozenset(), VirtualClock())
 
 
