@@ -14,6 +14,7 @@ import json
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -28,7 +29,6 @@ log = structlog.get_logger()
 
 _LENGTH = struct.Struct("<I")
 _CALL_TIMEOUT_S = 30.0  # as within one process
-_CHECKSUMS_TIMEOUT_S = 30.0
 
 Checksums = Callable[[list[int]], list[int]]
 
@@ -55,8 +55,10 @@ class RemoteRank:
     async def close(self) -> None:
         """The rank ends by this."""
         self._receiving.cancel()
-        self._writer.close()
-        await asyncio.gather(self._receiving, *self._reads, return_exceptions=True)
+        await asyncio.gather(self._receiving, return_exceptions=True)
+        self._give_up()
+        await asyncio.gather(*self._reads, return_exceptions=True)
+        await _closed(self._writer)
 
     async def metadata(self) -> bytes:
         return bytes.fromhex(await self._call("metadata"))
@@ -120,30 +122,35 @@ class RemoteRank:
                 answer.set_result(result)
             else:
                 answer.set_exception(TransferFailed(error))
+        self._give_up()
+        on_gone()
+
+    def _give_up(self) -> None:
         self._gone = True
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(TransferFailed("a rank of this worker is gone"))
-        on_gone()
 
 
 async def serve(connection: socket.socket, transfers: TransferThread, checksums: Checksums) -> None:
     """At the rank: do what rank 0 asks, until it is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
-    methods: dict[str, Callable[..., Awaitable[Any]]] = _methods(transfers, checksums)
+    methods = _methods(transfers, checksums)
     tasks: set[asyncio.Task[None]] = set()
-    while (message := await _received(reader)) is not None:
-        number, method, *arguments = message
-        if method == "serve_for":
-            transfers.serve_for(*arguments)
-            continue
-        task = asyncio.create_task(_answer(writer, number, methods[method](*arguments)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    writer.close()
+    try:
+        while (message := await _received(reader)) is not None:
+            number, method, *arguments = message
+            if method == "serve_for":
+                transfers.serve_for(*arguments)
+                continue
+            task = asyncio.create_task(_answer(writer, number, methods[method](*arguments)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await _closed(writer)
 
 
 def _methods(transfers: TransferThread, checksums: Checksums) -> dict[str, Callable[..., Awaitable[Any]]]:
@@ -197,3 +204,9 @@ async def _received(reader: asyncio.StreamReader) -> Any:
         return json.loads(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
