@@ -28,6 +28,8 @@ from headrace.errors import Code, HeadraceError, InternalError, Overloaded, Tran
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.status import errors_of
 from headrace.rpc.v1 import kv_pb2, worker_pb2
+from headrace.telemetry import WorkerTelemetry
+from headrace.tracing import Span
 from kv_transfer.leased_reads import LeasedReads, ReadContext, RemoteBlock, budget_s, described
 from kv_transfer.metrics import Failure
 from kv_transfer.prefix_fetch import PrefixFetcher
@@ -45,17 +47,18 @@ class DecodeContext:
     root_digest: Callable[[str], bytes]
     eos_token_ids: frozenset[int]
     block_size_tokens: int
+    telemetry: WorkerTelemetry
     batch: DecodeBatch = field(default_factory=DecodeBatch)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask:
-    """What is asked of a prefill worker."""
+    """What is asked of a prefill worker, for which request. `span`: what this attempt is under."""
 
     sequence: Sequence
-    cache_salt: str
+    start: worker_pb2.StartRequest
+    span: Span
     deadline: Deadline
-    sources: list[worker_pb2.Source]
     pace: Pace  # told when it is asked for and when it starts
     on_prompt_logprobs: Callable[
         [worker_pb2.PromptLogprobs], None
@@ -203,6 +206,7 @@ class HandOff:
         reserved = await self._reserved()
         needed = range(reserved.num_cached_blocks, len(reserved.block_ids))
         await self._lease_held.wait()
+        began_s = self._context.reads.clock.now()
         done = needed.start
         while done < needed.stop:
             batch = [index for index in range(done, needed.stop) if index in self._announced]
@@ -219,6 +223,14 @@ class HandOff:
             self.report.bytes_moved += stats.bytes
             self.report.transfer_s += stats.seconds
             done = batch[-1] + 1
+        self._task.span.phase(
+            "transfer",
+            began_s,
+            self._context.reads.clock.now(),
+            blocks=self.report.blocks_moved,
+            bytes=self.report.bytes_moved,
+            read_seconds=self.report.transfer_s,
+        )
 
     async def _renew(self, reads: LeasedReads) -> None:
         await self._started.wait()
@@ -256,7 +268,7 @@ class HandOff:
             self._context.engine.post(lambda engine: engine.fail(sequence_id, error))
 
     def _request(self, reads: LeasedReads) -> kv_pb2.PrefillRequest:
-        sequence = self._task.sequence
+        sequence, start = self._task.sequence, self._task.start
         return kv_pb2.PrefillRequest(
             lease_id=reads.lease_id,
             reader=self._context.reads.peers.own,
@@ -264,13 +276,16 @@ class HandOff:
             token_ids=sequence.token_ids,
             num_output_tokens=sequence.num_output_tokens,
             sampling=sampling_to_proto(sequence.sampling),
-            cache_salt=self._task.cache_salt,
+            cache_salt=start.cache_salt,
             timeout_s=self._task.deadline.remaining_s(),
             lease_ttl_s=self._kv.lease_ttl_s,
             checksum=reads.verifies,
-            sources=self._task.sources,
+            sources=start.sources,
             priority=sequence.priority,
             router_id=sequence.origin,
+            traceparent=self._task.span.traceparent,
+            label=start.label,
+            request_id=start.request_id,
         )
 
     def _note(self, reads: LeasedReads, ready: kv_pb2.BlocksReady) -> None:

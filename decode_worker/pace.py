@@ -62,7 +62,8 @@ class Pace:
     def __init__(self, batch: DecodeBatch, num_prompt_tokens: int) -> None:
         self._batch = batch
         self._num_prompt_tokens = num_prompt_tokens
-        self._asked_at_s = self._started_at_s = 0.0
+        # On the clock; 0: not yet.
+        self.asked_at_s = self.started_at_s = self.first_token_at_s = 0.0
         self._tokens: Counter[int] = Counter()  # by choice
         self._decoding: dict[int, int] = {}  # context tokens by choice, as counted in the batch
         self._first_sums: tuple[float, float, float] | None = None
@@ -70,21 +71,23 @@ class Pace:
 
     def asked(self) -> None:
         """Somebody is to compute the prompt; what an earlier attempt took is forgotten."""
-        self._asked_at_s = self._batch.clock.now()
-        self._started_at_s = 0.0
+        self.asked_at_s = self._batch.clock.now()
+        self.started_at_s = 0.0
 
     def started(self, num_cached_tokens: int) -> None:
         """It is being computed. Later starts, after a preemption, are passed over."""
-        if self._started_at_s or self._tokens:
+        if self.started_at_s or self._tokens:
             return
-        self._started_at_s = self._batch.clock.now()
-        self.times.queue_s = self._started_at_s - self._asked_at_s
+        self.started_at_s = self._batch.clock.now()
+        self.times.queue_s = self.started_at_s - self.asked_at_s
         self.times.context_tokens = num_cached_tokens
         self.times.prefill_tokens = max(0, self._num_prompt_tokens - num_cached_tokens)
 
     def token(self, choice: int) -> None:
-        if not self._tokens and self._started_at_s:
-            self.times.prefill_s = self._batch.clock.now() - self._started_at_s
+        if not self._tokens:
+            self.first_token_at_s = self._batch.clock.now()
+            if self.started_at_s:
+                self.times.prefill_s = self.first_token_at_s - self.started_at_s
         self._tokens[choice] += 1
         if choice in self._decoding:
             self._decoding[choice] += 1

@@ -54,10 +54,18 @@ class Request:
         num_delivered = sum(len(delivered.token_ids) for delivered in start.delivered)
         self._pace = Pace(context.batch, len(start.token_ids) + num_delivered)
         self._num_failed_attempts = 0
+        self._arrived_s = context.batch.clock.now()
+        self._adopted_s = 0.0  # when its KV had come from elsewhere
+        self._span = context.telemetry.tracing.begin(
+            "decode_worker", start.traceparent, self._arrived_s, id=start.request_id
+        )
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Deliver the answers to the session, and the request's end whatever happens."""
+        structlog.contextvars.bind_contextvars(
+            request_id=self._start.label or self._start.request_id, id=self._start.request_id
+        )
         end = End(error_code=Code.INTERNAL, error_message="unexpected error, see the worker's log")
         try:
             self._deadline = Deadline.after(self._start.timeout_s, self._context.reads.clock)
@@ -73,12 +81,13 @@ class Request:
             field = error.field if isinstance(error, InvalidRequest | PeerError) else ""
             end = End(error_code=error.code, error_message=str(error), error_field=field)
         except Exception:  # one request fails, the worker goes on
-            log.exception("request failed", request_id=self._start.request_id)
+            log.exception("request failed")
         finally:
             self._report.failed_attempts = self._num_failed_attempts
             self._pace.close()
             self._session.add_end(self._start.request_id, end, self._report, self._pace.times)
             self._session.flush()
+            self._tell_end(end)
 
     def abort_choice(self, choice: int) -> None:
         """Stop one choice, without a finish reason; nothing for one that is unknown or over."""
@@ -87,6 +96,44 @@ class Request:
         for sequence_id in self._sequence_ids:
             self._context.engine.post(lambda engine, owner=sequence_id: engine.abort(owner, choice))
         self._end_choice(choice)
+
+    def _tell_end(self, end: End) -> None:
+        outcome, now = end.error_code or "ok", self._context.batch.clock.now()
+        self._end_span(end, outcome, now)
+        if not end.error_code:
+            self._add_times()
+        log.info(
+            "request ended",
+            outcome=outcome,
+            prefill_worker=self._report.prefill_worker,
+            cached_tokens=self._report.cached_tokens,
+            output_tokens=sum(map(len, self._outputs.values())),
+            failed_attempts=self._num_failed_attempts,
+            seconds=round(now - self._arrived_s, 4),
+        )
+
+    def _end_span(self, end: End, outcome: str, now_s: float) -> None:
+        pace, span = self._pace, self._span
+        if not self._report.prefill_worker and pace.started_at_s:
+            span.phase("queue", pace.asked_at_s, pace.started_at_s)
+            span.phase("prefill", pace.started_at_s, pace.first_token_at_s or now_s)
+        if pace.first_token_at_s:
+            span.phase("decode", max(self._adopted_s, pace.first_token_at_s), now_s)
+        span.note(outcome=outcome, cached_tokens=self._report.cached_tokens)
+        if end.error_code and end.error_code != Code.CANCELLED:
+            span.fail(end.error_message)
+        span.end()
+
+    def _add_times(self) -> None:
+        phases, times = self._context.telemetry.phases, self._pace.times
+        if self._report.prefill_worker:
+            phases["transfer"].add(self._report.transfer_s)
+        else:
+            phases["queue"].add(times.queue_s)
+            phases["prefill"].add(times.prefill_s)
+        phases["decode"].add(times.decode_s)
+        if times.decode_tokens:
+            self._context.telemetry.inter_token.add(times.decode_s / times.decode_tokens, times.decode_tokens)
 
     async def _answer(self) -> None:
         self._check_delivered()
@@ -104,7 +151,6 @@ class Request:
                     self._num_failed_attempts += 1
                     log.warning(
                         "hand-off failed",
-                        request_id=self._start.request_id,
                         prefill_worker=ref.worker_id,
                         error=str(failure.cause),
                     )
@@ -120,14 +166,8 @@ class Request:
     async def _through(self, ref: worker_pb2.PeerRef) -> None:
         """Answer with the prompt computed by `ref`. Raises _AttemptFailed when something else is worth trying."""
         [sequence] = self._new_sequences()
-        task = PrefillTask(
-            sequence,
-            self._start.cache_salt,
-            self._deadline,
-            list(self._start.sources),
-            self._pace,
-            self._on_prompt_logprobs,
-        )
+        span = self._span.child("hand_off", prefill_worker=ref.worker_id)
+        task = PrefillTask(sequence, self._start, span, self._deadline, self._pace, self._on_prompt_logprobs)
         hand_off = HandOff(self._context, ref, task)
         self._report = hand_off.report  # from now on: an abort asks for what was done so far
 
@@ -138,11 +178,15 @@ class Request:
         with self._context.engine.subscribed(sequence.id, on_event):
             try:
                 await hand_off.run(self._on_first_token, self._going_on)
+                self._adopted_s = self._context.batch.clock.now()
             except HeadraceError as error:
+                span.fail(str(error))
                 self._report = HandOffReport()
                 if is_worth_retrying(error):
                     raise _AttemptFailed(error) from None
                 raise
+            finally:
+                span.end()
             await self._until_finished()
 
     async def _locally(self) -> None:

@@ -110,7 +110,9 @@ class EngineSettings(_Section):
         default=5.0, description="a grammar that takes longer to compile is refused"
     )
     stall_warning_s: Seconds = Field(
-        default=10.0, description="work waiting and nothing scheduled for this long is logged"
+        default=10.0,
+        description="work waiting and nothing scheduled for this long is logged; a step that takes as long makes the"
+        " worker not ready",
     )
 
 
@@ -257,6 +259,16 @@ class TelemetrySettings(_Section):
     metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Prometheus scrapes it under /metrics; 0: any free port"
     )
+    otlp_endpoint: str = Field(
+        default="",
+        description="OpenTelemetry collector that takes traces over gRPC, http://host:4317; empty: no traces",
+    )
+    trace_ratio: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="fraction of requests that are traced, of those whose client has not decided that",
+    )
 
 
 class TenantSettings(_Section):
@@ -333,6 +345,10 @@ class RouterSettings(_Section):
     )
     placement_timeout_s: Seconds = Field(
         default=5.0, description="a request waits this long for a decode worker when none is alive"
+    )
+    self_test_interval_s: Seconds = Field(
+        default=30.0,
+        description="when no worker has sent a token for this long, the router asks for two, to know that it is ready",
     )
     max_unread_tokens: Positive = Field(
         default=4096, description="a stream whose client leaves more than this unread is ended"

@@ -28,6 +28,7 @@ from headrace.engine.sequence import (
 from headrace.engine_client import EngineClient
 from headrace.errors import (
     DeadlineExceeded,
+    HeadraceError,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -38,9 +39,11 @@ from headrace.errors import (
 from headrace.rpc.convert import logprobs_to_proto, prompt_logprobs_to_proto, sampling_from_proto
 from headrace.rpc.tls import CALLER
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
+from headrace.telemetry import WorkerTelemetry
 from kv_transfer.leased_reads import ReadContext
 from kv_transfer.metrics import Refusal
 from kv_transfer.prefix_fetch import MAX_NAMES, PrefixFetcher
+from prefill_worker.timing import PromptTiming
 
 log = structlog.get_logger()
 
@@ -58,6 +61,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         fetcher: PrefixFetcher,
         root_digest: Callable[[str], bytes],
         block_size_tokens: int,
+        telemetry: WorkerTelemetry,
     ) -> None:
         self._engine = engine
         self._reads = reads
@@ -65,6 +69,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         self._fetcher = fetcher
         self._root_digest = root_digest
         self._block_size_tokens = block_size_tokens
+        self._telemetry = telemetry
         self._draining = False
         self._streams = 0
         self._named: dict[str, str] = {}  # incarnation of each worker whose certificate has a name, by it
@@ -96,6 +101,7 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
         events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by the prompt's number of chunks
         deadline = Deadline.after(request.timeout_s, self._reads.clock)
         self._streams += 1
+        timing = PromptTiming(self._telemetry, request)
         try:
             hashes = extend(sequence.root, sequence.token_ids, self._block_size_tokens)
             await self._fetcher.fetch(request.sources, sequence.root, hashes, deadline)
@@ -107,11 +113,16 @@ class KvExchangeService(kv_pb2_grpc.KvExchangeServicer):
                     async for message in self._follow(
                         events, num_choices, deadline, with_checksums=request.checksum
                     ):
+                        timing.note(message)
                         yield message
                 finally:
                     # Stops the computation if it still runs; the blocks stay held for reads under way.
                     self._engine.post(lambda engine: engine.abort(sequence.id))
+        except HeadraceError as error:
+            timing.failed(error)
+            raise
         finally:
+            timing.close()
             self._streams -= 1
 
     async def Lease(

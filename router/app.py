@@ -20,8 +20,10 @@ from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc
 from headrace.rpc.vllm import vllm_engine_pb2, vllm_engine_pb2_grpc
 from headrace.telemetry import serve_metrics
 from headrace.tokenizer import load_tokenizer
+from headrace.tracing import start_tracing
 from router.breakers import Breakers, HealthProbe
 from router.callers import make_callers
+from router.collectors import Sources, register
 from router.console import Observer
 from router.console import routes as console_routes
 from router.dispatch import Dispatcher
@@ -31,6 +33,7 @@ from router.http.routes import Pages, application
 from router.http.server import HttpServer
 from router.metrics import RouterMetrics
 from router.policy import load_policy
+from router.readiness import Readiness
 from router.requests import RequestParser, ServedModel
 from router.service import InferenceService
 from router.sessions import Sessions
@@ -42,7 +45,6 @@ SERVICES = [
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
 ]
-_READINESS_INTERVAL_S = 0.1
 
 
 def served_model(settings: Settings) -> ServedModel:
@@ -72,8 +74,11 @@ class Router:
         self.address = ""
         self.metrics_address = ""
         self.http_address = ""  # a URL; "": HTTP is off
-        self.ready = False  # some decode worker of the model is alive
         self._http: HttpServer | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._readiness.ready
 
     async def failed(self) -> None:
         await asyncio.get_running_loop().create_future()  # nothing does that to a router
@@ -97,22 +102,34 @@ class Router:
             self.metrics,
         )
         parser = RequestParser(model, settings.router.max_prompt_bytes, settings.router.classes)
+        self._tracing = start_tracing(settings.telemetry, "headrace-router", self.view.router_id)
         door = FrontDoor(
-            parser, self.dispatcher, settings.router.default_timeout_s, make_callers(settings.security)
+            parser,
+            self.dispatcher,
+            settings.router.default_timeout_s,
+            make_callers(settings.security),
+            tracing=self._tracing,
         )
         self.tally = door.tally
+        self._readiness = Readiness(
+            self.dispatcher,
+            model,
+            self.tally,
+            settings.router.self_test_interval_s,
+            settings.kv.min_remote_tokens + 1,
+        )
         self._server = RpcServer(settings.rpc, SERVICES, front=settings.security)
         add_services(self._server, door, model, self.view, lambda: self.ready)
         self._observer = Observer(self.view, self._watcher, door, self._breakers, model.name)
         self._observing = _supervised(self._observer.run(), "console")
-        self.metrics.show(self.view, self._watcher, self.tally, self.dispatcher.admission)
+        register(self.metrics.registry, self._metric_sources(model))
         port, self._stop_metrics = serve_metrics(
             self.metrics.registry, settings.rpc.host, settings.telemetry.metrics_port
         )
         self.metrics_address = f"{settings.rpc.advertise_host or settings.rpc.host}:{port}"
         self.address = await self._server.start()
         await self._start_http(door, model)
-        self._readiness = _supervised(self._report_readiness(model), "readiness")
+        self._watching_readiness = _supervised(self._readiness.run(self._on_readiness), "readiness")
         log.info(
             "router serves",
             address=self.address,
@@ -129,13 +146,15 @@ class Router:
             self._server.stop(self._settings.rpc.drain_timeout_s),
             *([self._http.stop()] if self._http else []),
         )
-        for task in (self._readiness, self._watching):
+        tasks = (self._watching_readiness, self._watching)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(self._readiness, self._watching, self._observing, return_exceptions=True)
+        await asyncio.gather(*tasks, self._observing, return_exceptions=True)
         await self._sessions.close()
         await self._breakers.close()
         await self._directory.close()
         await asyncio.to_thread(self._stop_metrics)
+        await asyncio.to_thread(self._tracing.close)
 
     async def _start_http(self, door: FrontDoor, model: ServedModel) -> None:
         settings, rpc = self._settings.http, self._settings.rpc
@@ -154,20 +173,21 @@ class Router:
         self.view.mark_gone(worker_id, incarnation)
         self._breakers.failed(incarnation)
 
-    async def _report_readiness(self, model: ServedModel) -> None:
-        """SERVING while some decode worker of the model is alive."""
-        while True:
-            now_ready = any(
-                record.model_fingerprint == model.files.fingerprint
-                and record.role != "prefill"
-                and not record.draining
-                for record in self.view.workers.values()
-            )
-            if now_ready != self.ready:
-                self.ready = now_ready
-                await self._server.set_ready(ready=now_ready)
-                log.info("router readiness", ready=now_ready)
-            await asyncio.sleep(_READINESS_INTERVAL_S)
+    async def _on_readiness(self, ready: bool) -> None:  # noqa: FBT001 - a callback
+        await self._server.set_ready(ready=ready)
+
+    def _metric_sources(self, model: ServedModel) -> Sources:
+        return Sources(
+            model_name=model.name,
+            view=self.view,
+            watcher=self._watcher,
+            tally=self.tally,
+            admission=self.dispatcher.admission,
+            ledger=self.dispatcher.ledger,
+            breakers=self._breakers,
+            sessions=self._sessions,
+            readiness=self._readiness,
+        )
 
 
 def add_services(

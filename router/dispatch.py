@@ -18,7 +18,7 @@ from headrace.block_hash import HashRoot, block_hashes
 from headrace.clock import Deadline
 from headrace.config import RouterSettings
 from headrace.directory.view import DirectoryView
-from headrace.errors import DeadlineExceeded, InvalidRequest, Unavailable, WorkerGone
+from headrace.errors import DeadlineExceeded, Unavailable, WorkerGone
 from headrace.rpc.convert import sampling_to_proto
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ from router.breakers import Breakers
 from router.costs import FleetCosts
 from router.explain import explained
 from router.fleet import Fleet
-from router.ledger import Ledger
+from router.ledger import Charge, Ledger
 from router.metrics import RouterMetrics
 from router.policy.views import (
     MAX_ALTERNATES,
@@ -85,6 +85,8 @@ class Dispatcher:
         """Updates until all choices have ended. Raises HeadraceError. Closing the iterator cancels the request."""
         check_fits(request, self._current_fleet().records)
         async with self.admission.admitted(request) as admitted:
+            progress.admitted_at = time.monotonic()
+            progress.span.phase("admission", progress.arrived_at, progress.admitted_at)
             run = RequestRun(admitted, self._model.tokenizer, self, progress)
             try:
                 while run.phase is not Phase.ENDED:
@@ -92,6 +94,10 @@ class Dispatcher:
                         yield update
             finally:
                 run.close()
+
+    def smallest_capacity_tokens(self) -> int:
+        """Of the KV pools of all workers that a request can be sent to now; 0: it can be sent to none."""
+        return self._current_fleet().smallest_capacity_tokens(self._breakers.set_aside)
 
     def explain(self, request: GenerationRequest) -> inference_pb2.RoutingPlan:
         """Where it would go now, and why. Nothing is run or charged. Raises Unavailable."""
@@ -118,15 +124,18 @@ class Dispatcher:
         while True:
             plan, cluster, hashes = await self._planned(run, give_up)
             worker = plan.decode
-            try:
-                session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
-                return self._started(run, plan, sources(plan, cluster), session, hashes)
-            except WorkerGone as error:
-                self._forget_assumed(plan, hashes)
-                log.warning("decode worker unreachable", request_id=run.request.label, error=str(error))
-            except InvalidRequest:
-                self._forget_assumed(plan, hashes)
-                raise
+            with ExitStack() as resources:
+                charge = self._charged(run, plan, hashes, resources)
+                try:
+                    session = await self._sessions.get(worker.worker_id, worker.incarnation, worker.address)
+                    return self._started(run, plan, sources(plan, cluster), session, charge, resources)
+                except WorkerGone as error:
+                    log.warning(
+                        "decode worker unreachable",
+                        request_id=run.request.label,
+                        id=run.request.id,
+                        error=str(error),
+                    )
             if not run.deadline.remaining_s():
                 raise DeadlineExceeded(
                     "the request's deadline passed before a decode worker could be reached"
@@ -148,7 +157,7 @@ class Dispatcher:
     async def _planned(self, run: RequestRun, give_up: Deadline) -> tuple[Plan, ClusterView, Sequence[bytes]]:
         """As soon as there is a decode worker. Raises Unavailable when none came in time."""
         while True:
-            started = time.perf_counter()
+            started = time.monotonic()
             try:
                 plan, cluster, hashes = self.decide(run.request, run=run)
                 break
@@ -157,12 +166,21 @@ class Dispatcher:
                     raise
             await asyncio.sleep(_POLL_S)
         plan = _going_on(run, plan, cluster)
-        self._metrics.decision_seconds.observe(time.perf_counter() - started)
+        decided = time.monotonic()
+        self._metrics.decision_seconds.observe(decided - started)
+        run.progress.span.phase("decision", started, decided, reason=plan.reason)
         self._assume(plan, hashes)  # at once: other requests are planned while this one is sent
         if run.request.explain:
             view = self._request_view(run.request, len(run.token_ids))
             run.progress.explanation = explained(view, cluster, plan)
         return plan, cluster, hashes
+
+    def _charged(self, run: RequestRun, plan: Plan, hashes: Sequence[bytes], resources: ExitStack) -> Charge:
+        """From now on, not from when a connection is there: what is planned meanwhile has to see it."""
+        resources.callback(
+            lambda: None if run.progress.first_token_at else self._forget_assumed(plan, hashes)
+        )
+        return resources.enter_context(self.ledger.charged(plan, len(run.token_ids)))
 
     def _started(
         self,
@@ -170,16 +188,15 @@ class Dispatcher:
         plan: Plan,
         holders: list[WorkerView],
         session: WorkerSession,
-        hashes: Sequence[bytes],
+        charge: Charge,
+        resources: ExitStack,
     ) -> Dispatch:
         log.debug("planned", request_id=run.request.label, decode=plan.decode.worker_id, reason=plan.reason)
-        stream = session.start(_start_message(run, plan, holders, self._view.router_id))
-        resources = ExitStack()
-        charge = resources.enter_context(self.ledger.charged(plan, len(run.token_ids)))
-        resources.callback(
-            lambda: None if run.progress.first_token_at else self._forget_assumed(plan, hashes)
-        )
-        return Dispatch(plan, session, stream, charge, resources)
+        span = run.progress.span.child("dispatch", decode_worker=plan.decode.worker_id)
+        start = _start_message(run, plan, holders, self._view.router_id)
+        start.traceparent = span.traceparent
+        stream = session.start(start)
+        return Dispatch(plan, session, stream, charge, resources.pop_all(), span)
 
     def _request_view(self, request: GenerationRequest, num_tokens: int) -> RequestView:
         settings, ttft_s, itl_s = self._settings, request.ttft_target_s, request.itl_target_s
@@ -304,6 +321,7 @@ def _start_message(
         cache_salt=request.cache_salt,
         priority=request.priority,
         router_id=router_id,
+        label=request.label,
         prefill_workers=[_ref(worker) for worker in plan.prefill],
         sources=[
             worker_pb2.Source(

@@ -69,6 +69,14 @@ class Fleet:
             transfer=costs.transfer,
         )
 
+    def smallest_capacity_tokens(self, set_aside: Set[str]) -> int:
+        """0: there is no decode worker."""
+        decode = self._without(self._decode, set_aside)
+        if not len(decode):
+            return 0
+        serving = np.concatenate((decode, self._without(self._prefill, set_aside)))
+        return int(self.capacities[serving].min())
+
     def _serving(self, *roles: Role) -> _Indices:
         indices = [n for n, r in enumerate(self.peers) if r.role in roles and not r.draining]
         return np.array(indices, np.int64)

@@ -27,6 +27,7 @@ from headrace.errors import Code, DeadlineExceeded, HeadraceError, InternalError
 from headrace.rpc.v1 import inference_pb2, worker_pb2
 from headrace.sampling_params import FinishReason
 from headrace.tokenizer import IncrementalDetokenizer, Tokenizer
+from headrace.tracing import Span
 from router.ledger import Charge
 from router.policy.views import Plan
 from router.requests import GenerationRequest
@@ -72,6 +73,7 @@ class Progress:
     """Times of one request on this process's monotonic clock, and what was produced."""
 
     arrived_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
     planned_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
@@ -79,6 +81,7 @@ class Progress:
     num_dispatches: int = 0
     plan: Plan | None = None  # the last one
     explanation: inference_pb2.RoutingPlan | None = None  # of it, where asked for
+    span: Span = field(default_factory=Span)
 
 
 @dataclass(slots=True)
@@ -99,16 +102,19 @@ class Dispatch:
     stream: AnswerStream
     charge: Charge
     resources: ExitStack
+    span: Span
 
     def give_up(self) -> None:
         self.session.abort(self.stream.request_id)
-        self.stream.fail(DeadlineExceeded("the request's deadline passed, and its worker is silent"))
+        self.stream.give_up(DeadlineExceeded("the request's deadline passed, and its worker is silent"))
 
     def close(self) -> None:
         if not self.stream.ended:
             self.session.abort(self.stream.request_id)
         self.session.forget(self.stream.request_id)
+        self.stream.close()
         self.resources.close()
+        self.span.end()
 
 
 class Fleet(Protocol):
@@ -188,6 +194,7 @@ class RequestRun:
 
     def _on_failure(self, dispatch: Dispatch, error: HeadraceError) -> None:
         """Go on elsewhere, or raise the error."""
+        dispatch.span.fail(str(error))
         if error.code not in _LEAVING:
             raise error
         if self.progress.num_dispatches >= MAX_DISPATCHES:
@@ -197,6 +204,7 @@ class RequestRun:
         log.warning(
             "request goes on elsewhere",
             request_id=self.request.label,
+            id=self.request.id,
             lost=dispatch.plan.decode.worker_id,
             phase=self.phase.name,
             tokens=self.progress.num_output_tokens,

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 import grpc
 import structlog
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from decode_worker.hand_off import DecodeContext
 from decode_worker.service import DecodeWorker
@@ -31,7 +31,7 @@ from headrace.clock import Deadline, SystemClock
 from headrace.cluster.hosted import Report
 from headrace.cluster.neighbours import Neighbours
 from headrace.cluster.rank_processes import RankProcess, RankProcesses
-from headrace.cluster.worker_metrics import WorkerCollector
+from headrace.cluster.worker_metrics import WorkerCollector, WorkerFigures
 from headrace.config import Settings
 from headrace.directory.publisher import Publisher
 from headrace.directory.records import Role, RouterShare, WorkerLoad, WorkerRecord
@@ -41,7 +41,7 @@ from headrace.engine.disk_tier import BlockLayout, DiskTier
 from headrace.engine.engine import Engine
 from headrace.engine.kv_memory import KvMemory
 from headrace.engine.load import load_runner, load_shard
-from headrace.engine.parallel.ranks import ParallelMemory
+from headrace.engine.parallel.ranks import ParallelMemory, Ranks
 from headrace.engine.scheduler import Share
 from headrace.engine.sequence import Constraint
 from headrace.engine.shard import Shard, check_divides
@@ -53,9 +53,10 @@ from headrace.grammar import Grammar
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.telemetry import serve_metrics
+from headrace.telemetry import WorkerTelemetry, serve_metrics
 from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
+from headrace.tracing import start_tracing
 from kv_transfer.carrier import Host
 from kv_transfer.kv_regions import kv_regions
 from kv_transfer.layout import KvLayout
@@ -79,6 +80,7 @@ _SERVER_GRACE_S = 1.0
 _DISK_CLOSE_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
 _LAST_WORDS_S = 2.0  # for telling requests why the worker ends
+_ENGINE_POLL_S = 0.1
 _MAX_HOLDS_SHOWN = 100
 _MAX_SHARES = 64  # routers that are told apart in the published load
 _ACCOUNT = tuple(field.name for field in worker_pb2.BlockAccount.DESCRIPTOR.fields)  # as in PoolAudit
@@ -131,11 +133,14 @@ class WorkerProcess:
         self._make_transport = make_transport
         self._log_file = log_file
         self._num_ranks = settings.engine.tensor_parallel_size
-        self._rank_processes: RankProcesses | None = None  # the other ranks
+        self._rank_processes: RankProcesses | None = None  # the other ranks, …
+        self._ranks: Ranks | None = None  # … once they can be told what to do
         self._failure: RankLost | None = None
         self._has_failed = asyncio.Event()
         self._incarnation = secrets.token_hex(8)
         self._draining = False
+        self._hangs = False  # the engine, in a step
+        self._exchange_ready = True
         self._background: set[asyncio.Task[None]] = set()
         self._cleanup = AsyncExitStack()
 
@@ -239,7 +244,7 @@ class WorkerProcess:
         self._cleanup.push_async_callback(processes.close)
         self._rank_processes = processes
         shard = load_shard(self._files, settings.model, settings.engine, Shard(0, self._num_ranks))
-        ranks = processes.meet(config.vocab_size, self._on_lost)
+        self._ranks = ranks = processes.meet(config.vocab_size, self._on_lost)
         self._runner, self._cache = shard.runner(self._files, ranks), shard.cache
         self._memory = KvMemory(self._cache, settings.engine.host_memory_bytes // self._num_ranks)
         return ParallelMemory(ranks, self._memory)
@@ -287,6 +292,9 @@ class WorkerProcess:
         return self._cache.block_bytes * self._num_ranks
 
     async def _start_transfers(self) -> None:
+        self._engine = EngineClient(
+            self._core, self._files.config, self._compile_grammar, self._publish_blocks, self._hurry
+        )
         transport, regions = self._settings.kv.transport, kv_regions(self._cache, self._memory)
         name = f"{self._incarnation}/0" if self._num_ranks > 1 else self._incarnation
         self._transfers = TransferThread(lambda: self._make_transport(transport, name, regions))
@@ -297,9 +305,6 @@ class WorkerProcess:
             rank = await RemoteRank.open(process.control, partial(self._on_rank_gone, process))
             self._cleanup.push_async_callback(rank.close)
             self._remote_ranks.append(rank)
-        self._engine = EngineClient(
-            self._core, self._files.config, self._compile_grammar, self._publish_blocks, self._hurry
-        )
 
     async def _serve(self) -> None:
         """Everything that others see of this worker, the directory last."""
@@ -307,8 +312,11 @@ class WorkerProcess:
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
         transfers = Transfers(self._transfers, self._remote_ranks)
         self._peers = Peers(own, self._layout(), transfers, settings.kv, settings.rpc, self._host)
-        metrics = self._serve_metrics()
-        self._make_services(metrics)
+        tracing = start_tracing(settings.telemetry, f"headrace-{self._role}", self._worker_id)
+        self._cleanup.push_async_callback(asyncio.to_thread, tracing.close)
+        telemetry = WorkerTelemetry(tracing)
+        metrics = self._serve_metrics(telemetry)
+        self._make_services(metrics, telemetry)
         directory = RedisDirectory(settings.directory)
         self._cleanup.push_async_callback(directory.close)
         # Before the engine runs: its first step tells what is on disk from before.
@@ -331,17 +339,26 @@ class WorkerProcess:
         self._neighbours = Neighbours(directory, self._peers, metrics, self._role, self._set_exchange_ready)
         watching = asyncio.create_task(self._neighbours.run(settings.directory.worker_ttl_s / 2))
         self._cleanup.push_async_callback(_ended, watching)
+        self._cleanup.push_async_callback(_ended, asyncio.create_task(self._watch_engine()))
 
-    def _make_services(self, metrics: KvMetrics) -> None:
+    def _make_services(self, metrics: KvMetrics, telemetry: WorkerTelemetry) -> None:
         """What this worker does for peers and, where it decodes, for routers."""
         settings = self._settings
         reads = ReadContext(self._peers, settings.kv, SystemClock(), self._checksums, metrics, self._own)
         block_size_tokens = settings.engine.block_size_tokens
         fetcher = PrefixFetcher(reads, self._engine, self._block_bytes, block_size_tokens)
         context = DecodeContext(
-            self._engine, reads, fetcher, self._root_digest, self._files.eos_token_ids, block_size_tokens
+            self._engine,
+            reads,
+            fetcher,
+            self._root_digest,
+            self._files.eos_token_ids,
+            block_size_tokens,
+            telemetry,
         )
-        self._exchange = KvExchangeService(self._engine, reads, fetcher, self._root_digest, block_size_tokens)
+        self._exchange = KvExchangeService(
+            self._engine, reads, fetcher, self._root_digest, block_size_tokens, telemetry
+        )
         self._decode = DecodeWorker(context) if self._role != Role.PREFILL else None
 
     def _checksums(self, block_ids: list[int]) -> list[int]:
@@ -353,20 +370,53 @@ class WorkerProcess:
         each = [self._memory.checksums(block_ids), *(other.result() for other in others)]
         return [reduce(xor, of_ranks) for of_ranks in zip(*each, strict=True)]
 
-    def _serve_metrics(self) -> KvMetrics:
+    def _serve_metrics(self, telemetry: WorkerTelemetry) -> KvMetrics:
         """For Prometheus. What else the process does is not stopped by a scrape: it has its own thread."""
         registry = CollectorRegistry()
-        registry.register(
-            WorkerCollector(self._core.load, lambda: self._engine.thread.last_audit, self._peers)
+        ProcessCollector(registry=registry)
+        figures = WorkerFigures(
+            model_name=self._model_name,
+            block_size_tokens=self._settings.engine.block_size_tokens,
+            num_blocks=self._cache.num_blocks,
+            load=self._core.load,
+            audit=lambda: self._engine.thread.last_audit,
+            progress_age_s=lambda: self._engine.thread.progress_age_s(),
+            ready=lambda: not (self._hangs or self._draining),
+            peers=self._peers,
+            telemetry=telemetry,
+            ranks=self._ranks,
         )
-        rpc, telemetry = self._settings.rpc, self._settings.telemetry
-        port, stop = serve_metrics(registry, rpc.host, telemetry.metrics_port)
+        registry.register(WorkerCollector(figures))
+        rpc = self._settings.rpc
+        port, stop = serve_metrics(registry, rpc.host, self._settings.telemetry.metrics_port)
         self._metrics_address = f"{rpc.advertise_host or rpc.host}:{port}"
         self._cleanup.push_async_callback(asyncio.to_thread, stop)
         return KvMetrics(registry)
 
     async def _set_exchange_ready(self, ready: bool) -> None:  # noqa: FBT001 - a callback
-        await self._server.set_ready(ready=ready, service=_KV_SERVICE)
+        self._exchange_ready = ready
+        await self._tell_readiness()
+
+    async def _tell_readiness(self) -> None:
+        await self._server.set_ready(ready=not self._hangs)
+        await self._server.set_ready(ready=self._exchange_ready and not self._hangs, service=_KV_SERVICE)
+
+    async def _watch_engine(self) -> None:
+        """While it hangs in a step, routers send nothing new here: the directory and the health check say so. An idle
+        engine goes round all the time.
+        """
+        while True:
+            age_s = self._engine.thread.progress_age_s()
+            hangs = age_s > self._settings.engine.stall_warning_s
+            if hangs != self._hangs:
+                self._hangs = hangs
+                log.warning("engine hangs" if hangs else "engine goes on", seconds=round(age_s, 3))
+                await self._tell_readiness()
+            await asyncio.sleep(_ENGINE_POLL_S)
+
+    @property
+    def _model_name(self) -> str:
+        return self._settings.model.served_name or self._files.name
 
     def _compile_grammar(self, grammar: Grammar) -> Constraint:
         """On any thread."""
@@ -450,7 +500,7 @@ class WorkerProcess:
             role=self._role,
             address=self._peers.own.address,
             incarnation=self._incarnation,
-            model_name=self._settings.model.served_name or self._files.name,
+            model_name=self._model_name,
             model_fingerprint=self._files.fingerprint,
             tokenizer_fingerprint=self._files.tokenizer_fingerprint,
             kv_dtype=self._cache.dtype_name,
@@ -459,7 +509,7 @@ class WorkerProcess:
             max_model_tokens=self._files.config.max_model_tokens,
             vocab_size=self._files.config.vocab_size,
             transport=self._settings.kv.transport,
-            draining=self._draining,
+            draining=self._draining or self._hangs,
             load=WorkerLoad(
                 running=load.running,
                 waiting=load.waiting,
@@ -479,7 +529,7 @@ class WorkerProcess:
             worker_id=self._worker_id,
             role=self._role,
             incarnation=self._incarnation,
-            model=self._settings.model.served_name or self._files.name,
+            model=self._model_name,
             running=load.running,
             waiting=load.waiting,
             steps=load.steps,

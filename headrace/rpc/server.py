@@ -18,6 +18,8 @@ from headrace.rpc.tls import (
     server_credentials,
 )
 
+LIVENESS = "liveness"  # a service by this name is healthy for as long as the process answers
+
 _MIN_PING_INTERVAL_MS = 1000
 _MAX_STREAMS = 8192
 
@@ -55,6 +57,8 @@ class RpcServer:
     async def start(self) -> str:
         """Bind and serve. Returns the address that others reach this process by."""
         await self.set_ready(ready=False)
+        # Liveness is that there is an answer: the event loop turns.
+        await self.health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         wanted = f"{self._settings.host}:{self._settings.port}"
         try:
             if self._certificates is None:

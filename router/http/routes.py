@@ -88,7 +88,7 @@ class Pages:
 
     async def ready(self, call: Call) -> None:
         if not self._ready():
-            raise Unavailable("no decode worker that serves this model is alive", 1.0)
+            raise Unavailable("no worker that serves this model has shown lately that it answers", 1.0)
         await call.text(b"")
 
     async def metrics(self, call: Call) -> None:

@@ -5,8 +5,9 @@
 
 Where there are prefill workers, a decode worker prefills itself only if that saves a quarter of the cost, and 10 ms.
 Among plans within 3 % of the best one: the one that computes least anew (so that caches stay different from one
-another), then the one with the lighter workers, then any. If no plan keeps the ITL target, the one that misses
-the targets by the smallest factor. A prefix which every worker has makes no difference, and so attracts nobody.
+another), then the one that fetches least, then the one with the lighter workers, then any. If no plan keeps the ITL
+target, the one that misses the targets by the smallest factor. A prefix which every worker has makes no difference,
+and so attracts nobody.
 
 Prefill and decode workers are scored apart, all of them at once by column (`ranking.py`), and only the best few of each
 are looked at one by one and combined.
@@ -88,14 +89,14 @@ def _cheapest(request: RequestView, options: list[_Option], random: Random) -> t
     if len(near) == 1:
         return near[0], f"its predicted cost of {lowest:.4f} s is the lowest of {len(options)} plans"
 
-    def preference(option: _Option) -> tuple[float, float, float]:
+    def preference(option: _Option) -> tuple[float, float, float, float]:
         prediction = option.prediction
         new_tokens = request.num_prompt_tokens - prediction.cached_tokens - prediction.fetched_tokens
-        return new_tokens, prediction.queue_s + prediction.itl_s, random.random()
+        return new_tokens, prediction.fetched_tokens, prediction.queue_s + prediction.itl_s, random.random()
 
     reason = (
         f"{len(near)} of {len(options)} plans are within {_NEAR:.0%} of the lowest predicted cost, {lowest:.4f} s:"
-        " this one computes least anew, then has the lighter workers"
+        " this one computes least anew, then fetches least, then has the lighter workers"
     )
     return min(near, key=preference), reason
 

@@ -26,7 +26,7 @@ from headrace.rpc.v1 import inference_pb2 as headrace_dot_v1_dot_inference__pb2
 from headrace.rpc.v1 import worker_pb2 as headrace_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14headrace/v1/kv.proto\x12\x0bheadrace.v1\x1a\x1bheadrace/v1/inference.proto\x1a\x18headrace/v1/worker.proto\"\xe9\x01\n\x06Layout\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\x12\x11\n\trow_bytes\x18\n \x01(\r\x12\x0f\n\x07tp_rank\x18\x0b \x01(\r\"\x88\x01\n\x04Host\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x15\n\rpid_namespace\x18\x02 \x01(\t\x12\x15\n\rshared_memory\x18\x03 \x01(\x08\x12-\n\x0crdma_devices\x18\x04 \x03(\x0b\x32\x17.headrace.v1.RdmaDevice\x12\x12\n\ntcp_device\x18\x05 \x01(\t\".\n\nRdmaDevice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nlink_layer\x18\x02 \x01(\t\"\xb6\x01\n\x10HandshakeRequest\x12\"\n\x04self\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x1a\n\x12transport_metadata\x18\x04 \x03(\x0c\x12\x1f\n\x04host\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Host\"\x99\x01\n\x11HandshakeResponse\x12\"\n\x04self\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x1a\n\x12transport_metadata\x18\x03 \x03(\x0c\x12\x1f\n\x04host\x18\x04 \x01(\x0b\x32\x11.headrace.v1.Host\"\xdc\x02\n\x0ePrefillRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12$\n\x06reader\x18\x02 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.EngineSampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x12\x13\n\x0blease_ttl_s\x18\t \x01(\x01\x12\x10\n\x08\x63hecksum\x18\n \x01(\x08\x12$\n\x07sources\x18\x0b \x03(\x0b\x32\x13.headrace.v1.Source\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x11\n\trouter_id\x18\r \x01(\t\"\xe1\x01\n\x0cPrefillEvent\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.PrefillStartedH\x00\x12\x30\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x18.headrace.v1.BlocksReadyH\x00\x12.\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.headrace.v1.FirstTokenH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\'\n\x0ePrefillStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"]\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\x13\n\x0bgenerations\x18\x04 \x03(\r\"\\\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"\x9a\x01\n\x0cLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12$\n\x06reader\x18\x02 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x03 \x01(\t\x12\r\n\x05names\x18\x04 \x03(\x0c\x12\x13\n\x0blease_ttl_s\x18\x05 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x08\"J\n\rLeaseResponse\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\x13\n\x0bgenerations\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"E\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reader\x18\x03 \x01(\t\"\x0f\n\rRenewResponse\"o\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reader\x18\x03 \x01(\t\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\r\"\x11\n\x0fReleaseResponse\"\x8d\x01\n\x0cOfferRequest\x12#\n\x05owner\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x02 \x01(\t\x12\'\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x17.headrace.v1.NamedBlock\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"3\n\nNamedBlock\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x15\n\rparent_digest\x18\x02 \x01(\x0c\"7\n\rOfferResponse\x12\x13\n\x0bnum_present\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03R\x0bnum_fetched2\xa3\x03\n\nKvExchange\x12J\n\tHandshake\x12\x1d.headrace.v1.HandshakeRequest\x1a\x1e.headrace.v1.HandshakeResponse\x12\x43\n\x07Prefill\x12\x1b.headrace.v1.PrefillRequest\x1a\x19.headrace.v1.PrefillEvent0\x01\x12>\n\x05Lease\x12\x19.headrace.v1.LeaseRequest\x1a\x1a.headrace.v1.LeaseResponse\x12>\n\x05Renew\x12\x19.headrace.v1.RenewRequest\x1a\x1a.headrace.v1.RenewResponse\x12\x44\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x1c.headrace.v1.ReleaseResponse\x12>\n\x05Offer\x12\x19.headrace.v1.OfferRequest\x1a\x1a.headrace.v1.OfferResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14headrace/v1/kv.proto\x12\x0bheadrace.v1\x1a\x1bheadrace/v1/inference.proto\x1a\x18headrace/v1/worker.proto\"\xe9\x01\n\x06Layout\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\x12\x11\n\trow_bytes\x18\n \x01(\r\x12\x0f\n\x07tp_rank\x18\x0b \x01(\r\"\x88\x01\n\x04Host\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x15\n\rpid_namespace\x18\x02 \x01(\t\x12\x15\n\rshared_memory\x18\x03 \x01(\x08\x12-\n\x0crdma_devices\x18\x04 \x03(\x0b\x32\x17.headrace.v1.RdmaDevice\x12\x12\n\ntcp_device\x18\x05 \x01(\t\".\n\nRdmaDevice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nlink_layer\x18\x02 \x01(\t\"\xb6\x01\n\x10HandshakeRequest\x12\"\n\x04self\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x1a\n\x12transport_metadata\x18\x04 \x03(\x0c\x12\x1f\n\x04host\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Host\"\x99\x01\n\x11HandshakeResponse\x12\"\n\x04self\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x1a\n\x12transport_metadata\x18\x03 \x03(\x0c\x12\x1f\n\x04host\x18\x04 \x01(\x0b\x32\x11.headrace.v1.Host\"\x94\x03\n\x0ePrefillRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12$\n\x06reader\x18\x02 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.EngineSampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\x12\x13\n\x0blease_ttl_s\x18\t \x01(\x01\x12\x10\n\x08\x63hecksum\x18\n \x01(\x08\x12$\n\x07sources\x18\x0b \x03(\x0b\x32\x13.headrace.v1.Source\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x11\n\trouter_id\x18\r \x01(\t\x12\x13\n\x0btraceparent\x18\x1e \x01(\t\x12\r\n\x05label\x18\x1f \x01(\t\x12\x12\n\nrequest_id\x18  \x01(\t\"\xe1\x01\n\x0cPrefillEvent\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.PrefillStartedH\x00\x12\x30\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x18.headrace.v1.BlocksReadyH\x00\x12.\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.headrace.v1.FirstTokenH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\'\n\x0ePrefillStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"]\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\x13\n\x0bgenerations\x18\x04 \x03(\r\"\\\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"\x9a\x01\n\x0cLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12$\n\x06reader\x18\x02 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x03 \x01(\t\x12\r\n\x05names\x18\x04 \x03(\x0c\x12\x13\n\x0blease_ttl_s\x18\x05 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x08\"J\n\rLeaseResponse\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\x13\n\x0bgenerations\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"E\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reader\x18\x03 \x01(\t\"\x0f\n\rRenewResponse\"o\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06reader\x18\x03 \x01(\t\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\r\"\x11\n\x0fReleaseResponse\"\x8d\x01\n\x0cOfferRequest\x12#\n\x05owner\x18\x01 \x01(\x0b\x32\x14.headrace.v1.PeerRef\x12\x1c\n\x14\x65xpected_incarnation\x18\x02 \x01(\t\x12\'\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x17.headrace.v1.NamedBlock\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"3\n\nNamedBlock\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x15\n\rparent_digest\x18\x02 \x01(\x0c\"7\n\rOfferResponse\x12\x13\n\x0bnum_present\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03R\x0bnum_fetched2\xa3\x03\n\nKvExchange\x12J\n\tHandshake\x12\x1d.headrace.v1.HandshakeRequest\x1a\x1e.headrace.v1.HandshakeResponse\x12\x43\n\x07Prefill\x12\x1b.headrace.v1.PrefillRequest\x1a\x19.headrace.v1.PrefillEvent0\x01\x12>\n\x05Lease\x12\x19.headrace.v1.LeaseRequest\x1a\x1a.headrace.v1.LeaseResponse\x12>\n\x05Renew\x12\x19.headrace.v1.RenewRequest\x1a\x1a.headrace.v1.RenewResponse\x12\x44\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x1c.headrace.v1.ReleaseResponse\x12>\n\x05Offer\x12\x19.headrace.v1.OfferRequest\x1a\x1a.headrace.v1.OfferResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDSHAKERESPONSE']._serialized_start=701
   _globals['_HANDSHAKERESPONSE']._serialized_end=854
   _globals['_PREFILLREQUEST']._serialized_start=857
-  _globals['_PREFILLREQUEST']._serialized_end=1205
-  _globals['_PREFILLEVENT']._serialized_start=1208
-  _globals['_PREFILLEVENT']._serialized_end=1433
-  _globals['_PREFILLSTARTED']._serialized_start=1435
-  _globals['_PREFILLSTARTED']._serialized_end=1474
-  _globals['_BLOCKSREADY']._serialized_start=1476
-  _globals['_BLOCKSREADY']._serialized_end=1569
-  _globals['_FIRSTTOKEN']._serialized_start=1571
-  _globals['_FIRSTTOKEN']._serialized_end=1663
-  _globals['_LEASEREQUEST']._serialized_start=1666
-  _globals['_LEASEREQUEST']._serialized_end=1820
-  _globals['_LEASERESPONSE']._serialized_start=1822
-  _globals['_LEASERESPONSE']._serialized_end=1896
-  _globals['_RENEWREQUEST']._serialized_start=1898
-  _globals['_RENEWREQUEST']._serialized_end=1967
-  _globals['_RENEWRESPONSE']._serialized_start=1969
-  _globals['_RENEWRESPONSE']._serialized_end=1984
-  _globals['_RELEASEREQUEST']._serialized_start=1986
-  _globals['_RELEASEREQUEST']._serialized_end=2097
-  _globals['_RELEASERESPONSE']._serialized_start=2099
-  _globals['_RELEASERESPONSE']._serialized_end=2116
-  _globals['_OFFERREQUEST']._serialized_start=2119
-  _globals['_OFFERREQUEST']._serialized_end=2260
-  _globals['_NAMEDBLOCK']._serialized_start=2262
-  _globals['_NAMEDBLOCK']._serialized_end=2313
-  _globals['_OFFERRESPONSE']._serialized_start=2315
-  _globals['_OFFERRESPONSE']._serialized_end=2370
-  _globals['_KVEXCHANGE']._serialized_start=2373
-  _globals['_KVEXCHANGE']._serialized_end=2792
+  _globals['_PREFILLREQUEST']._serialized_end=1261
+  _globals['_PREFILLEVENT']._serialized_start=1264
+  _globals['_PREFILLEVENT']._serialized_end=1489
+  _globals['_PREFILLSTARTED']._serialized_start=1491
+  _globals['_PREFILLSTARTED']._serialized_end=1530
+  _globals['_BLOCKSREADY']._serialized_start=1532
+  _globals['_BLOCKSREADY']._serialized_end=1625
+  _globals['_FIRSTTOKEN']._serialized_start=1627
+  _globals['_FIRSTTOKEN']._serialized_end=1719
+  _globals['_LEASEREQUEST']._serialized_start=1722
+  _globals['_LEASEREQUEST']._serialized_end=1876
+  _globals['_LEASERESPONSE']._serialized_start=1878
+  _globals['_LEASERESPONSE']._serialized_end=1952
+  _globals['_RENEWREQUEST']._serialized_start=1954
+  _globals['_RENEWREQUEST']._serialized_end=2023
+  _globals['_RENEWRESPONSE']._serialized_start=2025
+  _globals['_RENEWRESPONSE']._serialized_end=2040
+  _globals['_RELEASEREQUEST']._serialized_start=2042
+  _globals['_RELEASEREQUEST']._serialized_end=2153
+  _globals['_RELEASERESPONSE']._serialized_start=2155
+  _globals['_RELEASERESPONSE']._serialized_end=2172
+  _globals['_OFFERREQUEST']._serialized_start=2175
+  _globals['_OFFERREQUEST']._serialized_end=2316
+  _globals['_NAMEDBLOCK']._serialized_start=2318
+  _globals['_NAMEDBLOCK']._serialized_end=2369
+  _globals['_OFFERRESPONSE']._serialized_start=2371
+  _globals['_OFFERRESPONSE']._serialized_end=2426
+  _globals['_KVEXCHANGE']._serialized_start=2429
+  _globals['_KVEXCHANGE']._serialized_end=2848
 # @@protoc_insertion_point(module_scope)

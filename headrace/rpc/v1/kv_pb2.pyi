@@ -83,7 +83,7 @@ class HandshakeResponse(_message.Message):
     def __init__(self_, self: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., transport_metadata: _Optional[_Iterable[bytes]] = ..., host: _Optional[_Union[Host, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("lease_id", "reader", "expected_incarnation", "token_ids", "num_output_tokens", "sampling", "cache_salt", "timeout_s", "lease_ttl_s", "checksum", "sources", "priority", "router_id")
+    __slots__ = ("lease_id", "reader", "expected_incarnation", "token_ids", "num_output_tokens", "sampling", "cache_salt", "timeout_s", "lease_ttl_s", "checksum", "sources", "priority", "router_id", "traceparent", "label", "request_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,9 @@ class PrefillRequest(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     reader: _worker_pb2.PeerRef
     expected_incarnation: str
@@ -110,7 +113,10 @@ class PrefillRequest(_message.Message):
     sources: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Source]
     priority: int
     router_id: str
-    def __init__(self, lease_id: _Optional[str] = ..., reader: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.EngineSampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ..., checksum: _Optional[bool] = ..., sources: _Optional[_Iterable[_Union[_worker_pb2.Source, _Mapping]]] = ..., priority: _Optional[int] = ..., router_id: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    label: str
+    request_id: str
+    def __init__(self, lease_id: _Optional[str] = ..., reader: _Optional[_Union[_worker_pb2.PeerRef, _Mapping]] = ..., expected_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.EngineSampling, _Mapping]] = ..., cache_salt: _Optional[str] = ..., timeout_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ..., checksum: _Optional[bool] = ..., sources: _Optional[_Iterable[_Union[_worker_pb2.Source, _Mapping]]] = ..., priority: _Optional[int] = ..., router_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., label: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("started", "blocks_ready", "first_token", "prompt_logprobs")

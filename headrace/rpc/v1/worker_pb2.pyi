@@ -16,7 +16,7 @@ class SessionRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[StartRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "timeout_s", "cache_salt", "prefill_workers", "sources", "delivered", "priority", "router_id")
+    __slots__ = ("request_id", "token_ids", "sampling", "timeout_s", "cache_salt", "prefill_workers", "sources", "delivered", "priority", "router_id", "traceparent", "label")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,8 @@ class StartRequest(_message.Message):
     DELIVERED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: EngineSampling
@@ -37,7 +39,9 @@ class StartRequest(_message.Message):
     delivered: _containers.RepeatedCompositeFieldContainer[DeliveredChoice]
     priority: int
     router_id: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., delivered: _Optional[_Iterable[_Union[DeliveredChoice, _Mapping]]] = ..., priority: _Optional[int] = ..., router_id: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    label: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefill_workers: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., delivered: _Optional[_Iterable[_Union[DeliveredChoice, _Mapping]]] = ..., priority: _Optional[int] = ..., router_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
 
 class DeliveredChoice(_message.Message):
     __slots__ = ("choice", "token_ids", "finished")
