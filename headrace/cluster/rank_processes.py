@@ -96,7 +96,14 @@ class RankProcesses:
             self.each.append(RankProcess(job))
 
     def meet(self, vocab_size: int, on_lost: Callable[[RankLost], None]) -> Ranks:
-        """Once this process has loaded its own shard. Raises RankLost."""
+        """Once this process has loaded its own shard. Raises RankLost, and leaves no rank."""
+        try:
+            return self._meet(vocab_size, on_lost)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _meet(self, vocab_size: int, on_lost: Callable[[RankLost], None]) -> Ranks:
         deadline = time.monotonic() + _START_TIMEOUT_S
         for process in self.each:
             process.wait(deadline)

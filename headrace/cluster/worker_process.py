@@ -40,11 +40,11 @@ from headrace.engine.block_pool import BlockPool, NamedBlock
 from headrace.engine.disk_tier import BlockLayout, DiskTier
 from headrace.engine.engine import Engine
 from headrace.engine.kv_memory import KvMemory
-from headrace.engine.load import load_runner, load_shard
+from headrace.engine.load import check_parallel, load_runner, load_shard
 from headrace.engine.parallel.ranks import ParallelMemory, Ranks
 from headrace.engine.scheduler import Share
 from headrace.engine.sequence import Constraint
-from headrace.engine.shard import Shard, check_divides
+from headrace.engine.shard import Shard
 from headrace.engine.structured import GrammarCompiler
 from headrace.engine.tiers import BlockMemory
 from headrace.engine_client import EngineClient
@@ -233,7 +233,7 @@ class WorkerProcess:
     def _load_ranks(self) -> BlockMemory:
         """This one's shard, and processes for the others. Returns the memory of all."""
         settings, config = self._settings, self._files.config
-        check_divides(config, self._num_ranks)
+        check_parallel(config, settings.engine)
         if settings.kv.transport == "local":
             raise InvalidRequest(
                 "kv.transport",

@@ -19,7 +19,7 @@ from headrace.engine.torch_runner import TorchRunner
 from headrace.engine.weights.load import load_model
 from headrace.engine.weights.source import Quantization
 from headrace.errors import InvalidRequest
-from headrace.model_config import ModelFiles
+from headrace.model_config import ModelConfig, ModelFiles
 
 # Capabilities of x86 processors. torch emulates the type on others, and is slower with it than with float32.
 _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16")
@@ -67,8 +67,8 @@ class LoadedShard:
 
 def load_shard(files: ModelFiles, model: ModelSettings, engine: EngineSettings, shard: Shard) -> LoadedShard:
     """One rank's part. Sets the threads of this process. Raises as `load_runner`."""
-    check_divides(files.config, shard.size)
-    backend = _parallel_backend(engine)
+    check_parallel(files.config, engine)
+    backend = "torch" if engine.backend == "auto" else engine.backend
     torch.set_num_threads(engine.num_threads or max(1, len(os.sched_getaffinity(0)) // shard.size))
     dtype = choose_dtype(model.dtype, backend)
     cache = KvCache.for_model(files.config, engine, dtype, shard)
@@ -77,7 +77,9 @@ def load_shard(files: ModelFiles, model: ModelSettings, engine: EngineSettings, 
     return LoadedShard(weights, cache, backend)
 
 
-def _parallel_backend(engine: EngineSettings) -> str:
+def check_parallel(config: ModelConfig, engine: EngineSettings) -> None:
+    """Raises InvalidRequest for what several ranks can not be, naming the setting."""
+    check_divides(config, engine.tensor_parallel_size)
     if engine.backend == "cpu":
         raise InvalidRequest(
             "engine.backend",
@@ -85,7 +87,6 @@ def _parallel_backend(engine: EngineSettings) -> str:
             f"the native kernels are of one rank: with engine.tensor_parallel_size {engine.tensor_parallel_size} it"
             " must be torch or reference",
         )
-    return "torch" if engine.backend == "auto" else engine.backend
 
 
 def choose_dtype(name: str, backend: str) -> torch.dtype:

@@ -56,11 +56,11 @@ def logits_of(forward: ForwardPass, cut: tuple[int, ...]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def of_one(files, backend) -> torch.Tensor:
-    model = load_model(files, torch.float32)
+def of_one(files, backend: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = load_model(files, dtype)
     settings = EngineSettings(num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK_SIZE)
     return logits_of(
-        EagerForward(model, KvCache.for_model(model.config, settings, torch.float32), backend),
+        EagerForward(model, KvCache.for_model(model.config, settings, dtype), backend),
         CUTS["at once"],
     )
 
@@ -88,6 +88,17 @@ def test_logits_of_two_ranks_are_those_of_one(files_of, name):
 def test_backends_and_copies_of_heads(files_of, size, backend):
     """With four ranks each KV head is at two of them."""
     assert_same_logits(files_of("gemma3, scaled queries, caps"), size, backend)
+
+
+def test_bfloat16(files_of):
+    """Partial sums are rounded before they are added, so it is not the same: but near."""
+    files = files_of("llama")
+    expected = of_one(files, "torch", torch.bfloat16)
+    with rank_threads(
+        files, 2, dtype="bfloat16", num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK_SIZE
+    ) as ranks:
+        found = logits_of(ranks.runner._own._forward, CUTS["at once"])
+    assert (found - expected).abs().mean() < 0.02 * expected.std()
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
+from headrace.cluster.rank import Job
 from headrace.cluster.rank_processes import RankProcesses
 from headrace.cluster.worker_process import WorkerProcess
-from headrace.config import Settings
+from headrace.config import DirectorySettings, Settings
 from headrace.directory.records import Role
 from headrace.errors import InvalidRequest, RankLost
 
@@ -66,6 +68,17 @@ def test_a_rank_ends_when_its_connections_do(started, tiny_model_files):
     process.link.close()
     process.control.close()
     assert str(process.ended(TIMEOUT_S)).startswith("ended with status")
+
+
+def test_a_rank_is_told_no_secrets(tmp_path):
+    directory = {"url": "redis://:geheim@127.0.0.1/0", "password_file": "/etc/geheim"}
+    settings = settings_of("m").model_copy(update={"directory": DirectorySettings(**directory)})
+    job = Job(1, 2, "w", "incarnation", settings, tmp_path / "log")
+    message = job.pack()
+    assert b"geheim" not in message
+    told = Job.unpack(message)
+    assert told == replace(job, settings=told.settings)
+    assert (told.settings.model, told.settings.engine) == (settings.model, settings.engine)
 
 
 async def test_the_transport_between_threads_is_refused(tiny_model_files):
