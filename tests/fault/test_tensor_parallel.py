@@ -6,17 +6,22 @@ import asyncio
 import signal
 from contextlib import asynccontextmanager
 
+import grpc
 import psutil
 import pytest
 
 from headrace.engine.sequence import NewToken, Sequence
+from headrace.rpc.v1 import inference_pb2_grpc
 from headrace.sampling_params import SamplingParams
+from router.app import Router
 from tests.support.engines import engine_for
-from tests.support.fleet import BLOCK_SIZE, NUM_BLOCKS, session_with
+from tests.support.fleet import BLOCK_SIZE, session_with
 from tests.support.process_fleet import ProcessWorker
+from tests.support.processes import request, tokens
 
 PROMPT = [(7 * i + 3) % 250 for i in range(57)]
 NUM_OUTPUT = 12
+NUM_STREAMED = 300  # so many that an answer is not over when the last one begins
 RANK_TIMEOUT_S = 3.0
 END_TIMEOUT_S = 40.0  # for a worker that is ended by the loss of a rank, on a machine that is busy
 
@@ -24,10 +29,10 @@ END_TIMEOUT_S = 40.0  # for a worker that is ended by the loss of a rank, on a m
 @pytest.fixture(scope="module")
 def expected(tiny_model_files):
     """`expected(prompt)`: the greedy tokens of one engine with the whole model."""
-    engine = engine_for(tiny_model_files, num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK_SIZE)
+    engine = engine_for(tiny_model_files, num_blocks=1000, block_size_tokens=BLOCK_SIZE)
 
-    def tokens(prompt: list[int]) -> list[int]:
-        sampling = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0)
+    def tokens(prompt: list[int], num_tokens: int = NUM_OUTPUT) -> list[int]:
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
         engine.submit(Sequence("s", list(prompt), len(prompt), sampling, root=b"root"))
         found: list[int] = []
         while engine.has_work:
@@ -119,6 +124,44 @@ async def test_a_rank_that_is_lost_in_a_step_ends_its_worker(settings_with, tmp_
         await ended(rank)
         assert worker.status_code == 1
         assert said in worker.log.read_text()
+
+
+async def test_clients_of_a_router_do_not_notice_a_lost_rank(settings_with, tmp_path, expected):
+    """Their answers go on at another worker, with the same tokens."""
+    prompts = [[*PROMPT, number] for number in range(6)]
+    engine = {"num_blocks": 1000}
+    async with process_workers(settings_with, tmp_path, engine=engine, decode1=1, decode2=2) as (d1, d2):
+        router = Router(settings_with(engine=engine, kv={"transport": "nixl"}))
+        address = await router.start()
+        try:
+            async with asyncio.timeout(60):
+                while not router.ready or not {d1.worker_id, d2.worker_id} <= set(router.view.workers):
+                    await asyncio.sleep(0.05)
+            [rank] = ranks_of(d2)
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                calls = [
+                    stub.Generate(request(p, max_tokens=NUM_STREAMED, ignore_eos=True), timeout=90)
+                    for p in prompts
+                ]
+                first = [await call.read() for call in calls]
+                assert (await d2.status()).running > 0
+                rank.kill()
+                rest = await asyncio.gather(*(collected(call) for call in calls))
+            for prompt, head, tail in zip(prompts, first, rest, strict=True):
+                assert tokens([head, *tail]) == expected(prompt, NUM_STREAMED)
+            assert router.tally.requests == {"ok": len(prompts)}
+        finally:
+            await router.stop()
+        await ended(d2)
+        await d1.assert_idle()
+
+
+async def collected(call) -> list:
+    found = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        found.append(message)
+    return found
 
 
 async def test_a_rank_that_dies_while_nothing_runs_ends_its_worker(settings_with, tmp_path):
