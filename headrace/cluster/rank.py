@@ -20,7 +20,7 @@ from headrace.config import Settings
 from headrace.engine.kv_memory import KvMemory
 from headrace.engine.load import load_shard
 from headrace.engine.parallel.follower import Follower
-from headrace.engine.parallel.group import Group, find_store
+from headrace.engine.parallel.group import Group, GroupBroken, find_store
 from headrace.engine.parallel.link import Failure, Link, LinkClosed, pack_reply
 from headrace.engine.shard import Shard
 from headrace.errors import HeadraceError
@@ -95,7 +95,7 @@ def _load(job: Job, steps: Link) -> tuple[Follower, KvMemory, list[BlockRegion]]
         raise
     except Exception as error:
         text = str(error) if isinstance(error, HeadraceError) else repr(error)
-        steps.send(pack_reply(Failure(text, is_own=True)))
+        steps.send(pack_reply(Failure(text, is_own=not isinstance(error, GroupBroken))))
         raise
     return follower, memory, kv_regions(loaded.cache, memory)
 

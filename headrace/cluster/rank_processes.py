@@ -18,7 +18,7 @@ from headrace.cluster.rank import Job
 from headrace.config import Settings
 from headrace.engine.parallel.group import Group, GroupBroken, open_store
 from headrace.engine.parallel.link import Failure, Link, LinkClosed, unpack_reply
-from headrace.engine.parallel.ranks import Rank, Ranks
+from headrace.engine.parallel.ranks import Rank, Ranks, blamed
 from headrace.engine.shard import Shard
 from headrace.errors import RankLost
 
@@ -107,22 +107,18 @@ class RankProcesses:
         deadline = time.monotonic() + _START_TIMEOUT_S
         for process in self.each:
             process.wait(deadline)
-        store = open_store(self._timeout_s)
-        for process in self.each:
-            process.link.send(store.port.to_bytes(4, "little"), self._timeout_s)
-        try:
-            group = Group(store, Shard(0, self.size), vocab_size, self._timeout_s)
-        except GroupBroken as error:
-            self._wait_for_all()
-            raise RankLost(str(error)) from None
-        self._wait_for_all()
         others = [Rank(process.number, process.link, process.ended) for process in self.each]
-        return Ranks(others, group, self._timeout_s, on_lost)
-
-    def _wait_for_all(self) -> None:
+        try:
+            store = open_store(self._timeout_s)
+            for rank in others:
+                rank.link.send(store.port.to_bytes(4, "little"), self._timeout_s)
+            group = Group(store, Shard(0, self.size), vocab_size, self._timeout_s)
+        except (GroupBroken, LinkClosed, TimeoutError) as error:
+            raise blamed(others, error, self._timeout_s) from None
         deadline = time.monotonic() + self._timeout_s
         for process in self.each:
             process.wait(deadline)
+        return Ranks(others, group, self._timeout_s, on_lost)
 
     def kill(self) -> None:
         """When one is lost, what the others do is of no use any more."""

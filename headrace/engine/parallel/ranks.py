@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 
 import structlog
 import torch
@@ -75,7 +76,7 @@ class Ranks:
                 rank.link.send(message, self._timeout_s)
             yield
         except Exception as error:  # see above
-            self._lost = self._named(error)
+            self._lost = blamed(self._others, error, self._timeout_s)
             log.critical("a rank is lost", error=str(self._lost), exc_info=error)
             self._on_lost(self._lost)
             raise self._lost from error
@@ -90,29 +91,6 @@ class Ranks:
             found.append(reply)
         return found
 
-    def _named(self, error: Exception) -> RankLost:
-        """Who is to blame: who failed by itself, before who died, before who is silent."""
-        if not isinstance(error, (GroupBroken, LinkClosed, TimeoutError, _Reported)):
-            return RankLost(f"rank 0 failed: {error!r}")
-        deadline = time.monotonic() + _REPORT_S
-        found = [self._state(rank, error, deadline) for rank in self._others]
-        _, number, text = min(found, default=(0, 0, str(error)))
-        return RankLost(f"rank {number} {text}")
-
-    def _state(self, rank: Rank, error: Exception, deadline: float) -> tuple[int, int, str]:
-        if isinstance(error, _Reported) and error.number == rank.number:
-            return _judged(rank, error.failure)
-        try:
-            while True:
-                reply = unpack_reply(rank.link.receive(max(0.01, deadline - time.monotonic())))
-                if isinstance(reply, Failure):
-                    return _judged(rank, reply)
-        except LinkClosed:
-            return 1, rank.number, rank.ended(max(0.01, deadline - time.monotonic())) or "is gone"
-        except TimeoutError:
-            how = rank.ended(0.0)
-            return 1 if how else 2, rank.number, how or f"did not answer within {self._timeout_s:g} s"
-
 
 class _Reported(Exception):
     def __init__(self, number: int, failure: Failure) -> None:
@@ -121,8 +99,44 @@ class _Reported(Exception):
         self.failure = failure
 
 
-def _judged(rank: Rank, failure: Failure) -> tuple[int, int, str]:
-    return 0 if failure.is_own else 3, rank.number, f"failed: {failure.text}"
+class _Guilt(IntEnum):
+    """The least is named."""
+
+    FAILED = 0  # by itself
+    DIED = 1
+    SILENT = 2
+    LET_DOWN = 3  # by another one
+
+
+def blamed(others: Sequence[Rank], error: Exception, timeout_s: float) -> RankLost:
+    """Who is to blame that `error` came up at rank 0, where something was waited for `timeout_s`."""
+    if not isinstance(error, (GroupBroken, LinkClosed, TimeoutError, _Reported)):
+        return RankLost(f"rank 0 failed: {error!r}")
+    deadline = time.monotonic() + _REPORT_S
+    _, number, text = min(_state(rank, error, deadline, timeout_s) for rank in others)
+    return RankLost(f"rank {number} {text}")
+
+
+def _state(rank: Rank, error: Exception, deadline: float, timeout_s: float) -> tuple[_Guilt, int, str]:
+    if isinstance(error, _Reported) and error.number == rank.number:
+        return _judged(rank, error.failure)
+    try:
+        while True:
+            reply = unpack_reply(rank.link.receive(max(0.01, deadline - time.monotonic())))
+            if isinstance(reply, Failure):
+                return _judged(rank, reply)
+    except LinkClosed:
+        how = rank.ended(max(0.01, deadline - time.monotonic()))
+        return _Guilt.DIED, rank.number, how or "is gone"
+    except TimeoutError:
+        if how := rank.ended(0.0):
+            return _Guilt.DIED, rank.number, how
+        return _Guilt.SILENT, rank.number, f"did not answer within {timeout_s:g} s"
+
+
+def _judged(rank: Rank, failure: Failure) -> tuple[_Guilt, int, str]:
+    guilt = _Guilt.FAILED if failure.is_own else _Guilt.LET_DOWN
+    return guilt, rank.number, f"failed: {failure.text}"
 
 
 class ParallelForward:
