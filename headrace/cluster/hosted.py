@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import structlog
@@ -79,7 +80,8 @@ class HostedProcess:
     def stop(self, timeout_s: float) -> bool:
         """Drain and stop. Returns whether it ended in time."""
         self._stop.set()
-        self._wake()
+        with suppress(RuntimeError):  # it has ended by itself: its loop is closed
+            self._wake()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
