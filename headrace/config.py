@@ -85,7 +85,20 @@ class EngineSettings(_Section):
     )
     max_sequences: Positive = Field(default=64, description="sequences that run at once; others wait")
     max_waiting: Positive = Field(default=1024, description="sequences that may wait; more are refused")
-    num_threads: int = Field(default=0, ge=0, description="compute threads; 0: one per core of this process")
+    tensor_parallel_size: Positive = Field(
+        default=1,
+        description="ranks: processes on one machine that compute each step together, each with its share of weights"
+        " and KV; kv_memory_bytes and host_memory_bytes are of all together",
+    )
+    rank_timeout_s: Seconds = Field(
+        default=30.0,
+        description="a rank that is silent for this long in the middle of a step ends its worker",
+    )
+    num_threads: int = Field(
+        default=0,
+        ge=0,
+        description="compute threads of a rank; 0: one per core of this process, shared out over its ranks",
+    )
     backend: Literal["auto", "cpu", "torch", "reference"] = Field(
         default="auto",
         description="cpu: native kernels; torch: operator by operator; reference: as torch, attention written out",

@@ -15,6 +15,7 @@
     ├── FleetTooSmall         FAILED_PRECONDITION  a change that would leave nobody to prefill, or to decode
     ├── Unavailable           UNAVAILABLE          nobody there to do it; trying elsewhere or later can help
     │   ├── WorkerGone                             the worker died or its incarnation changed
+    │   ├── RankLost                               one of the worker's own ranks; the worker ends
     │   └── TransferFailed                         KV did not arrive (peer lost, timed out, checksum, lease over)
     ├── ModelError            FAILED_PRECONDITION  a model folder or file that can not be used; says why
     ├── PeerError             the peer's own code  an error that another process answered, passed on
@@ -163,6 +164,10 @@ class Unavailable(HeadraceError):
 
 
 class WorkerGone(Unavailable):
+    pass
+
+
+class RankLost(Unavailable):
     pass
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from headrace.engine.shard import Shard
 from headrace.errors import LayoutMismatch
 from headrace.rpc.v1 import kv_pb2
 
-_SCHEMA_VERSION = 2
-_SUPPORTED_TP = "one side's ranks must be a multiple of the other's, and both must divide num_kv_heads"
+_SCHEMA_VERSION = 3
+_SUPPORTED_TP = (
+    "one side's ranks must be a multiple of the other's,"
+    " and both must divide num_kv_heads or be a multiple of it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """Equal layouts: the bytes of a block mean the same on both sides. The fields are those of the message `Layout`.
 
-    `num_kv_heads` is the model's total, split evenly over the ranks; `row_bytes` is one head's key or value of one
+    `num_kv_heads` is the model's total, shared out as `Shard` says; `row_bytes` is one head's key or value of one
     token; `tp_rank` is the speaker's own and not compared.
     """
 
@@ -32,13 +36,14 @@ class KvLayout:
     transport: str
 
     @property
-    def heads_per_rank(self) -> int:
-        return self.num_kv_heads // self.tp_size
+    def heads(self) -> range:
+        """The KV heads of `tp_rank`."""
+        return Shard(self.tp_rank, self.tp_size).kv_heads(self.num_kv_heads)
 
     @property
     def block_bytes(self) -> int:
         """Of one rank."""
-        return self.num_layers * 2 * self.heads_per_rank * self.block_size_tokens * self.row_bytes
+        return self.num_layers * 2 * len(self.heads) * self.block_size_tokens * self.row_bytes
 
     def check(self, theirs: KvLayout) -> None:
         """Raise LayoutMismatch naming the first field that keeps the two apart."""
@@ -60,6 +65,7 @@ class KvLayout:
         sizes = (self.tp_size, theirs.tp_size)
         if self.tp_size == theirs.tp_size > 0:
             return  # whole blocks move, whatever is in them
-        if min(sizes) < 1 or max(sizes) % min(sizes) or any(self.num_kv_heads % size for size in sizes):
-            requirement = f"{_SUPPORTED_TP}, which is {self.num_kv_heads}"
+        heads = self.num_kv_heads
+        if min(sizes) < 1 or max(sizes) % min(sizes) or any(heads % size and size % heads for size in sizes):
+            requirement = f"{_SUPPORTED_TP}; it is {heads}"
             raise LayoutMismatch("tp_size", self.tp_size, theirs.tp_size, requirement)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import structlog
@@ -21,7 +21,8 @@ from headrace.rpc.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
 from kv_transfer.carrier import Carrier, Host, carrier_between
 from kv_transfer.layout import KvLayout
 from kv_transfer.slices import pairing
-from kv_transfer.transfer_thread import Probe, TransferThread
+from kv_transfer.transfer_thread import Probe
+from kv_transfer.transfers import Transfers
 from kv_transfer.transport import Part
 
 log = structlog.get_logger()
@@ -47,7 +48,7 @@ class Peers:
         self,
         own: worker_pb2.PeerRef,
         layout: KvLayout,
-        transfers: TransferThread,
+        transfers: Transfers,
         kv: KvSettings,
         rpc: RpcSettings,
         host: Host,
@@ -90,7 +91,7 @@ class Peers:
         return kv_pb2.HandshakeResponse(
             self=self.own,
             layout=self.layout.to_proto(),
-            transport_metadata=[await self.transfers.metadata()],
+            transport_metadata=await self.transfers.metadata(),
             host=self._host.to_proto(),
         )
 
@@ -172,7 +173,7 @@ class Peers:
                 self=self.own,
                 expected_incarnation=ref.incarnation,
                 layout=self.layout.to_proto(),
-                transport_metadata=[await self.transfers.metadata()],
+                transport_metadata=await self.transfers.metadata(),
                 host=self._host.to_proto(),
             ),
             timeout=self._kv.connect_timeout_s,
@@ -193,7 +194,7 @@ class Peers:
             latency_s=probe.latency_s,
             bytes_per_s=probe.bytes_per_s,
         )
-        num_pieces = sum(part.slice.count for part in parts)
+        num_pieces = sum(part.slice.count for of_rank in parts for part in of_rank)
         return Peer(ref.worker_id, ref.incarnation, channel, stub, carrier, probe, num_pieces)
 
     async def _probe(self, ref: worker_pb2.PeerRef) -> Probe:
@@ -219,16 +220,17 @@ class Peers:
             return
         self.on_measured(worker_pb2.Link(worker_id=peer.worker_id, bytes=stats.bytes, seconds=stats.seconds))
 
-    def _parts(self, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse) -> list[Part]:
-        """Of each rank of the peer that we read from. Raises LayoutMismatch."""
+    def _parts(self, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse) -> list[list[Part]]:
+        """By rank of ours: of each rank of the peer that it reads from. Raises LayoutMismatch."""
         theirs = KvLayout.from_proto(introduction.layout)
-        slices = pairing(self.layout, theirs)
+        slices = [pairing(replace(self.layout, tp_rank=rank), theirs) for rank in range(self.layout.tp_size)]
         if len(introduction.transport_metadata) != theirs.tp_size:
             raise TransferFailed(
                 f"{introduction.self.worker_id} has {theirs.tp_size} ranks and sent the transport metadata of"
                 f" {len(introduction.transport_metadata)}"
             )
-        return [Part(introduction.transport_metadata[piece.owner_rank], piece) for piece in slices]
+        metadata = introduction.transport_metadata
+        return [[Part(metadata[piece.owner_rank], piece) for piece in of_rank] for of_rank in slices]
 
     def _carrier(self, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse) -> Carrier:
         """What will carry the bytes. Raises LayoutMismatch where it would be TCP and must not."""
@@ -245,7 +247,7 @@ class Peers:
 
     def _compared(
         self, worker_id: str, introduction: kv_pb2.HandshakeRequest | kv_pb2.HandshakeResponse
-    ) -> tuple[list[Part], Carrier]:
+    ) -> tuple[list[list[Part]], Carrier]:
         """What is read of the peer, and over what. Raises LayoutMismatch, remembered while the worker lives."""
         try:
             found = self._parts(introduction), self._carrier(introduction)

@@ -1,8 +1,8 @@
 """Which bytes of a peer's block go where in ours, when the two sides split the heads over different numbers of ranks.
 
-A block of rank r of R holds the KV heads [r*H/R, (r+1)*H/R) as [layers, 2, heads/R, block_size, row]. A plane is one
-layer's keys or values in it; the heads that two ranks share are one piece of each plane, so a slice is one run with
-strides. H = 4, owner TP 2, reader TP 1:
+A block of rank r of R holds the KV heads [r*H/R, (r+1)*H/R) as [layers, 2, heads/R, block_size, row]; with more ranks
+than heads, R/H ranks have copies of one. A plane is one layer's keys or values in a block; the heads that two ranks
+share are one piece of each plane, so a slice is one run with strides. H = 4, owner TP 2, reader TP 1:
 
     owner rank 0   │h0 h1│h0 h1│…            ─▶   reader   │h0 h1 ·· ··│h0 h1 ·· ··│…
     owner rank 1   │h2 h3│h2 h3│…            ─▶            │·· ·· h2 h3│·· ·· h2 h3│…
@@ -11,7 +11,7 @@ strides. H = 4, owner TP 2, reader TP 1:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_transfer.layout import KvLayout
 
@@ -52,21 +52,23 @@ def pairing(reader: KvLayout, owner: KvLayout) -> list[Slice]:
     reader.check(owner)
     if reader.tp_size == owner.tp_size:
         return [Slice.whole(reader.block_bytes, reader.tp_rank)]
-    ours, theirs = reader.heads_per_rank, owner.heads_per_rank
     head_bytes = reader.block_size_tokens * reader.row_bytes
-    first = reader.tp_rank * ours
+    ours = reader.heads
+    num_copies = max(1, owner.tp_size // owner.num_kv_heads)
     slices: list[Slice] = []
-    for rank in range(first // theirs, -(-(first + ours) // theirs)):
-        begin, end = max(first, rank * theirs), min(first + ours, (rank + 1) * theirs)
-        slices.append(
-            Slice(
-                owner_rank=rank,
-                remote_offset=(begin - rank * theirs) * head_bytes,
-                local_offset=(begin - first) * head_bytes,
-                nbytes=(end - begin) * head_bytes,
-                count=2 * reader.num_layers,
-                remote_stride=theirs * head_bytes,
-                local_stride=ours * head_bytes,
+    for first_copy in range(0, owner.tp_size, num_copies):
+        theirs = replace(owner, tp_rank=first_copy).heads
+        begin, end = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+        if begin < end:
+            slices.append(
+                Slice(
+                    owner_rank=first_copy + reader.tp_rank % num_copies,
+                    remote_offset=(begin - theirs.start) * head_bytes,
+                    local_offset=(begin - ours.start) * head_bytes,
+                    nbytes=(end - begin) * head_bytes,
+                    count=2 * reader.num_layers,
+                    remote_stride=len(theirs) * head_bytes,
+                    local_stride=len(ours) * head_bytes,
+                )
             )
-        )
     return slices

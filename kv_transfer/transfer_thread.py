@@ -77,12 +77,15 @@ class Transfer:
     def finish(self, result: TransferStats | HeadraceError) -> None:
         """On the event loop."""
         self._over.set()
-        if self.done.done():
-            return
-        if isinstance(result, TransferStats):
+        if isinstance(result, HeadraceError):
+            self.fail(result)
+        elif not self.done.done():
             self.done.set_result(result)
-        else:
-            self.done.set_exception(result)
+
+    def fail(self, error: HeadraceError) -> None:
+        """It will not bring all its bytes, and is not over yet. On the event loop."""
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)

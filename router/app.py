@@ -80,6 +80,9 @@ class Router:
     def ready(self) -> bool:
         return self._readiness.ready
 
+    async def failed(self) -> None:
+        await asyncio.get_running_loop().create_future()  # nothing does that to a router
+
     async def start(self) -> str:
         """Serve. Returns the public address."""
         settings = self._settings

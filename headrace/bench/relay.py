@@ -380,6 +380,9 @@ class _TrivialWorker(worker_pb2_grpc.WorkerServicer):
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.StatusResponse:
         return worker_pb2.StatusResponse(running=self.num_running)
 
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
+        raise NotImplementedError
+
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any
     ) -> AsyncIterator[worker_pb2.StepFrame]:

@@ -1,4 +1,7 @@
-"""Run one process in the foreground until SIGINT or SIGTERM, then drain it. A second signal ends it at once."""
+"""Run one process in the foreground until SIGINT or SIGTERM, then drain it. A second signal ends it at once.
+
+What it can not go on after ends it, too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable
 
 import uvloop
 
-from headrace.cluster.hosted import Runnable
+from headrace.cluster.hosted import Runnable, until
 from headrace.cluster.process import ProcessSpec, build, prepare
 
 
@@ -36,5 +39,7 @@ async def _until_signal(make: Callable[[], Runnable]) -> None:
         loop.add_signal_handler(signum, on_signal, signum)
     process = make()
     await process.start()
-    await stop.wait()
-    await process.stop()
+    try:
+        await until(stop, process)
+    finally:
+        await process.stop()

@@ -134,7 +134,9 @@ class LocalCluster:
         logging.getLogger("ray").setLevel(logging.WARNING)
         self._cleanup.callback(ray.shutdown)
         # More workers than cores share them; room for the router and for a stand-in.
-        start_ray(sum(self._sizes) + 2, self.folder / "ray", before_retry=reaper.watch_children)
+        num_ranks = self._settings.engine.tensor_parallel_size
+        num_places = (sum(self._sizes) + 1) * num_ranks + 1
+        start_ray(num_places, self.folder / "ray", before_retry=reaper.watch_children)
         self._on_stage("ray", "serving")
 
     def _worker_settings(self) -> Settings:

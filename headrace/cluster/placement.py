@@ -7,6 +7,7 @@ Several processes spread over the machines as far as there is room. Who starts a
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +43,8 @@ class ProcessActor:
         if spec.beyond_loopback:
             spec = replace(spec, settings=reachable(spec.settings, ray.util.get_node_ip_address()))
         spec = prepare(spec)
-        self._process = HostedProcess(lambda report: build(spec, report))
+        # What has ended by itself gets a new life in a new actor.
+        self._process = HostedProcess(lambda report: build(spec, report), on_failure=lambda: os._exit(1))
 
     def status(self) -> tuple[str, str | None, str]:
         """Stage; once it serves its address and the URL of its HTTP API. Raises what ended it."""
@@ -143,7 +145,8 @@ def bundles(spec: ProcessSpec) -> list[Resources]:
     """What Ray reserves for it: one bundle a rank."""
     wanted = spec.settings.ray
     by_kind = {"router": wanted.router, "prefill": wanted.prefill}
-    return [dict(by_kind.get(spec.kind, wanted.decode))]
+    num_ranks = 1 if spec.kind == "router" else spec.settings.engine.tensor_parallel_size
+    return [dict(by_kind.get(spec.kind, wanted.decode)) for _ in range(num_ranks)]
 
 
 def machines() -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ def build(spec: ProcessSpec, report: Report) -> Runnable:
     report("importing torch")
     from headrace.cluster.worker_process import WorkerProcess
 
-    return WorkerProcess(spec.settings, Role(spec.kind), spec.name, report)
+    return WorkerProcess(spec.settings, Role(spec.kind), spec.name, report, log_file=spec.log_file)
 
 
 def _bind(cores: Sequence[int]) -> None:

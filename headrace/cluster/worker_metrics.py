@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from headrace.engine.block_pool import PoolAudit
 from headrace.engine.engine import EngineLoad
+from headrace.engine.parallel.ranks import Ranks
 from headrace.telemetry import WorkerTelemetry
 from kv_transfer.peers import Peers
 
@@ -71,6 +72,7 @@ class WorkerFigures:
     ready: Callable[[], bool]
     peers: Peers
     telemetry: WorkerTelemetry
+    ranks: Ranks | None = None  # the others, where there are any
 
 
 class WorkerCollector(Collector):
@@ -97,6 +99,8 @@ class WorkerCollector(Collector):
         yield from _tiers(load)
         yield from _audited(figures.audit())
         yield from _links(figures.peers)
+        if figures.ranks is not None:
+            yield from _ranks(figures.ranks)
 
     def _of_vllm(self, load: EngineLoad) -> Iterator[Metric]:
         figures = self._figures
@@ -135,6 +139,14 @@ def _times(telemetry: WorkerTelemetry) -> Iterator[Metric]:
         inter_token.buckets(),
         inter_token.sum,
     )
+
+
+def _ranks(ranks: Ranks) -> Iterator[Metric]:
+    yield GaugeMetricFamily("headrace_ranks", "Processes that compute each step together", ranks.size)
+    yield CounterMetricFamily(
+        "headrace_rank_messages", "What each other rank was told: steps, copies of blocks", ranks.num_messages
+    )
+    yield CounterMetricFamily("headrace_rank_message_bytes", "Bytes of these", ranks.sent_bytes)
 
 
 def _links(peers: Peers) -> Iterable[Metric]:

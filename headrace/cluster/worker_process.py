@@ -13,8 +13,9 @@ import os
 import platform
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from functools import cached_property
+from contextlib import AsyncExitStack, suppress
+from functools import cached_property, partial, reduce
+from operator import xor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,6 +30,7 @@ from headrace.block_hash import HashRoot
 from headrace.clock import Deadline, SystemClock
 from headrace.cluster.hosted import Report
 from headrace.cluster.neighbours import Neighbours
+from headrace.cluster.rank_processes import RankProcess, RankProcesses
 from headrace.cluster.worker_metrics import WorkerCollector, WorkerFigures
 from headrace.cluster.worker_role import WorkerRole
 from headrace.config import Settings
@@ -39,12 +41,15 @@ from headrace.engine.block_pool import BlockPool, NamedBlock
 from headrace.engine.disk_tier import BlockLayout, DiskTier
 from headrace.engine.engine import Engine
 from headrace.engine.kv_memory import KvMemory
-from headrace.engine.load import load_runner
+from headrace.engine.load import check_parallel, load_runner, load_shard
+from headrace.engine.parallel.ranks import ParallelMemory, Ranks
 from headrace.engine.scheduler import Share
 from headrace.engine.sequence import Constraint
+from headrace.engine.shard import Shard
 from headrace.engine.structured import GrammarCompiler
+from headrace.engine.tiers import BlockMemory
 from headrace.engine_client import EngineClient
-from headrace.errors import InvalidRequest, WorkerGone
+from headrace.errors import InvalidRequest, RankLost, WorkerGone
 from headrace.grammar import Grammar
 from headrace.model_store import resolve
 from headrace.rpc.server import RpcServer
@@ -54,13 +59,16 @@ from headrace.tier import Tier
 from headrace.tokenizer import load_tokenizer
 from headrace.tracing import start_tracing
 from kv_transfer.carrier import Host
+from kv_transfer.kv_regions import kv_regions
 from kv_transfer.layout import KvLayout
 from kv_transfer.leased_reads import ReadContext
 from kv_transfer.metrics import KvMetrics
 from kv_transfer.peers import Peers
 from kv_transfer.prefix_fetch import PrefixFetcher
+from kv_transfer.rank_transfers import RemoteRank
 from kv_transfer.registry import create_transport
 from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transfers import Transfers
 from kv_transfer.transport import BlockRegion, Transport
 from prefill_worker.service import KvExchangeService
 
@@ -72,6 +80,7 @@ _ENGINE_STOP_TIMEOUT_S = 10.0
 _SERVER_GRACE_S = 1.0
 _DISK_CLOSE_TIMEOUT_S = 10.0
 _DRAIN_POLL_S = 0.05
+_LAST_WORDS_S = 2.0  # for telling requests why the worker ends
 _ENGINE_POLL_S = 0.1
 _MAX_HOLDS_SHOWN = 100
 _MAX_SHARES = 64  # routers that are told apart in the published load
@@ -124,12 +133,20 @@ class WorkerProcess:
         worker_id: str,
         report: Report = lambda stage: None,
         make_transport: MakeTransport = create_transport,
+        log_file: Path | None = None,
     ) -> None:
+        """`log_file`: of the processes of other ranks, as this one's; None: standard error."""
         self._settings = settings
         self._first_role = role
         self._worker_id = worker_id
         self._report = report
         self._make_transport = make_transport
+        self._log_file = log_file
+        self._num_ranks = settings.engine.tensor_parallel_size
+        self._rank_processes: RankProcesses | None = None  # the other ranks, …
+        self._ranks: Ranks | None = None  # … once they can be told what to do
+        self._failure: RankLost | None = None
+        self._has_failed = asyncio.Event()
         self._incarnation = secrets.token_hex(8)
         self._serves = False  # once the directory has it
         self._draining = False
@@ -146,8 +163,14 @@ class WorkerProcess:
             await self._cleanup.aclose()
             raise
 
+    async def failed(self) -> None:
+        await self._has_failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
     async def _start(self) -> str:
         settings = self._settings
+        self._loop = asyncio.get_running_loop()
         self._host = Host.find(os.environ)
         if settings.kv.require_rdma:
             self._host.require_rdma()
@@ -167,11 +190,21 @@ class WorkerProcess:
         return record.address
 
     async def stop(self) -> None:
-        """Drain: leave the directory's candidates, admit nothing, finish, let held KV be read; then end."""
+        """Drain: leave the directory's candidates, admit nothing, finish, let held KV be read; then end.
+
+        After a failure there is nothing to finish.
+        """
         self._draining = True
         await self._role.close()
         self._exchange.drain()
         self._decode.drain()
+        if self._failure is None:
+            await self._drain()
+        else:
+            await self._fail_requests(self._failure)
+        await self._cleanup.aclose()
+
+    async def _drain(self) -> None:
         deadline = Deadline.after(self._settings.rpc.drain_timeout_s, SystemClock())
         try:
             async with asyncio.timeout(deadline.remaining_s()):
@@ -180,56 +213,118 @@ class WorkerProcess:
                 await self._idle()
         except TimeoutError:
             log.warning("drain ran out of time", seconds=self._settings.rpc.drain_timeout_s)
-        await self._cleanup.aclose()
+
+    async def _fail_requests(self, error: RankLost) -> None:
+        """Let each be told why."""
+        self._engine.post(lambda engine: engine.fail_all(error))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._streams_ended()
+
+    async def _streams_ended(self) -> None:
+        while True:
+            if not self._num_streams:
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _hottest(self, max_blocks: int) -> list[NamedBlock]:
         return await self._engine.call(lambda engine: engine.hottest(max_blocks))
 
     def _load(self) -> None:
-        settings = self._settings
-        self._runner, self._cache = load_runner(self._files, settings.model, settings.engine)
-        self._runner.warm_up(settings.engine.max_step_tokens)
-        self._memory = KvMemory(self._cache, settings.engine.host_memory_bytes)
+        engine = self._settings.engine
+        if self._num_ranks > 1:
+            blocks = self._load_ranks()
+        else:
+            self._runner, self._cache = load_runner(self._files, self._settings.model, engine)
+            blocks = self._memory = KvMemory(self._cache, engine.host_memory_bytes)
+        self._runner.warm_up(engine.max_step_tokens)
         self._memory.populate()
-        files = self._open_disk_tier() if settings.engine.disk_cache_dir else None
-        pool = BlockPool(self._cache.num_blocks, settings.engine.block_size_tokens, self._memory, files)
-        self._core = Engine(self._runner, pool, settings.engine, self._files.eos_token_ids, SystemClock())
+        files = self._open_disk_tier() if engine.disk_cache_dir else None
+        pool = BlockPool(self._cache.num_blocks, engine.block_size_tokens, blocks, files)
+        self._core = Engine(self._runner, pool, engine, self._files.eos_token_ids, SystemClock())
+
+    def _load_ranks(self) -> BlockMemory:
+        """This one's shard, and processes for the others. Returns the memory of all."""
+        settings, config = self._settings, self._files.config
+        check_parallel(config, settings.engine)
+        if settings.kv.transport == "local":
+            raise InvalidRequest(
+                "kv.transport",
+                "local",
+                f"engine.tensor_parallel_size {self._num_ranks} needs nixl: ranks are processes",
+            )
+        processes = RankProcesses(settings, self._worker_id, self._incarnation, self._log_file)
+        self._cleanup.push_async_callback(processes.close)
+        self._rank_processes = processes
+        shard = load_shard(self._files, settings.model, settings.engine, Shard(0, self._num_ranks))
+        self._ranks = ranks = processes.meet(config.vocab_size, self._on_lost)
+        self._runner, self._cache = shard.runner(self._files, ranks), shard.cache
+        self._memory = KvMemory(self._cache, settings.engine.host_memory_bytes // self._num_ranks)
+        return ParallelMemory(ranks, self._memory)
+
+    def _on_lost(self, error: RankLost) -> None:
+        """On the engine's thread."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: RankLost) -> None:
+        if self._failure is None:
+            self._failure = error
+            log.critical("worker ends", error=str(error))
+            if self._rank_processes is not None:
+                self._rank_processes.kill()
+            self._has_failed.set()
+
+    def _on_rank_gone(self, process: RankProcess) -> None:
+        if self._failure is None:
+            self._own(asyncio.create_task(self._fail_by(process), name=f"end of rank {process.number}"))
+
+    async def _fail_by(self, process: RankProcess) -> None:
+        """The step under way may know better why."""
+        await self._engine.call(lambda engine: None)
+        how = await asyncio.to_thread(process.ended, _LAST_WORDS_S)
+        self._fail(RankLost(f"rank {process.number} {how or 'is gone'}"))
 
     def _open_disk_tier(self) -> DiskTier:
         """In a directory of this worker's own; its id is the same after a restart."""
         engine = self._settings.engine
         layout = BlockLayout(
-            self._files.fingerprint, self._cache.dtype_name, engine.block_size_tokens, self._cache.block_bytes
+            self._files.fingerprint,
+            self._cache.dtype_name,
+            engine.block_size_tokens,
+            self._block_bytes,
+            self._num_ranks,
         )
         own = Path(engine.disk_cache_dir) / f"worker-{quote(self._worker_id, safe='')}"
         tier = DiskTier(own, layout, engine.disk_cache_bytes)
         self._cleanup.push_async_callback(asyncio.to_thread, tier.close, _DISK_CLOSE_TIMEOUT_S)
         return tier
 
+    @property
+    def _block_bytes(self) -> int:
+        """Of all ranks together."""
+        return self._cache.block_bytes * self._num_ranks
+
     async def _start_transfers(self) -> None:
-        kv = self._settings.kv
-        pool = BlockRegion(
-            self._cache.address, self._cache.num_blocks, self._cache.block_bytes, num_scratch=1
-        )
-        regions = [pool]
-        if self._memory.num_host_blocks:
-            regions.append(
-                BlockRegion(self._memory.host_address, self._memory.num_host_blocks, pool.block_bytes)
-            )
-        self._transfers = TransferThread(
-            lambda: self._make_transport(kv.transport, self._incarnation, regions)
-        )
-        self._cleanup.push_async_callback(self._transfers.close)
-        await self._transfers.start()
         self._engine = EngineClient(
             self._core, self._files.config, self._compile_grammar, self._publish_blocks, self._hurry
         )
+        transport, regions = self._settings.kv.transport, kv_regions(self._cache, self._memory)
+        name = f"{self._incarnation}/0" if self._num_ranks > 1 else self._incarnation
+        self._transfers = TransferThread(lambda: self._make_transport(transport, name, regions))
+        self._cleanup.push_async_callback(self._transfers.close)
+        await self._transfers.start()
+        self._remote_ranks: list[RemoteRank] = []
+        for process in self._rank_processes.each if self._rank_processes is not None else ():
+            rank = await RemoteRank.open(process.control, partial(self._on_rank_gone, process))
+            self._cleanup.push_async_callback(rank.close)
+            self._remote_ranks.append(rank)
 
     async def _serve(self) -> None:
         """Everything that others see of this worker, the directory last."""
         settings = self._settings
         own = worker_pb2.PeerRef(worker_id=self._worker_id, incarnation=self._incarnation)
-        self._peers = Peers(own, self._layout(), self._transfers, settings.kv, settings.rpc, self._host)
+        transfers = Transfers(self._transfers, self._remote_ranks)
+        self._peers = Peers(own, self._layout(), transfers, settings.kv, settings.rpc, self._host)
         tracing = start_tracing(settings.telemetry, f"headrace-{self._first_role}", self._worker_id)
         self._cleanup.push_async_callback(asyncio.to_thread, tracing.close)
         telemetry = WorkerTelemetry(tracing)
@@ -265,11 +360,9 @@ class WorkerProcess:
     def _make_services(self, metrics: KvMetrics, telemetry: WorkerTelemetry) -> None:
         """What this worker does for peers and for routers."""
         settings = self._settings
-        reads = ReadContext(
-            self._peers, settings.kv, SystemClock(), self._memory.checksums, metrics, self._own
-        )
+        reads = ReadContext(self._peers, settings.kv, SystemClock(), self._checksums, metrics, self._own)
         block_size_tokens = settings.engine.block_size_tokens
-        fetcher = PrefixFetcher(reads, self._engine, self._cache.block_bytes, block_size_tokens)
+        fetcher = PrefixFetcher(reads, self._engine, self._block_bytes, block_size_tokens)
         context = DecodeContext(
             self._engine,
             reads,
@@ -286,6 +379,15 @@ class WorkerProcess:
         self._peers.on_measured = self._decode.tell
         self._role = WorkerRole(self._first_role, self._worker_id, self._exchange, self._decode, self)
 
+    def _checksums(self, block_ids: list[int]) -> list[int]:
+        """Of whole blocks. On any thread but the event loop's."""
+        others = [
+            asyncio.run_coroutine_threadsafe(rank.checksums(block_ids), self._loop)
+            for rank in self._remote_ranks
+        ]
+        each = [self._memory.checksums(block_ids), *(other.result() for other in others)]
+        return [reduce(xor, of_ranks) for of_ranks in zip(*each, strict=True)]
+
     def _serve_metrics(self, telemetry: WorkerTelemetry) -> KvMetrics:
         """For Prometheus. What else the process does is not stopped by a scrape: it has its own thread."""
         registry = CollectorRegistry()
@@ -300,6 +402,7 @@ class WorkerProcess:
             ready=lambda: self._is_ready,
             peers=self._peers,
             telemetry=telemetry,
+            ranks=self._ranks,
         )
         registry.register(WorkerCollector(figures))
         rpc = self._settings.rpc
@@ -393,10 +496,13 @@ class WorkerProcess:
         """Returns when no request, no prompt and no hold is left."""
         while True:
             audit = await self._engine.call(lambda engine: engine.audit())
-            busy = self._exchange.num_streams + self._decode.num_requests
-            if not (busy or audit.held or audit.host_held or self._background):
+            if not (self._num_streams or audit.held or audit.host_held or self._background):
                 return
             await asyncio.sleep(_DRAIN_POLL_S)
+
+    @property
+    def _num_streams(self) -> int:
+        return self._exchange.num_streams + (self._decode.num_requests if self._decode else 0)
 
     def _layout(self) -> KvLayout:
         config = self._files.config
@@ -408,6 +514,7 @@ class WorkerProcess:
             dtype=self._cache.dtype_name,
             row_bytes=self._cache.row_bytes,
             block_size_tokens=self._settings.engine.block_size_tokens,
+            tp_size=self._num_ranks,
             transport=self._settings.kv.transport,
         )
 
@@ -440,7 +547,8 @@ class WorkerProcess:
         """Of workers that are equally fast."""
         engine = self._settings.engine
         num_threads = engine.num_threads or len(os.sched_getaffinity(0))
-        return f"{platform.machine()} x{num_threads} {engine.backend} {self._cache.dtype_name}"
+        ranks = f"{self._num_ranks} ranks " if self._num_ranks > 1 else ""
+        return f"{platform.machine()} x{num_threads} {ranks}{engine.backend} {self._cache.dtype_name}"
 
     def _record(self) -> WorkerRecord:
         load = self._core.load()  # plain counters: a torn read is only a stale figure
@@ -471,7 +579,7 @@ class WorkerProcess:
                 at_s=load.at_s,
                 shares=by_router(self._engine.shares()),
             ),
-            block_bytes=self._cache.block_bytes,
+            block_bytes=self._block_bytes,
             kind=self._kind(),
         )
 

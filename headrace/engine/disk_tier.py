@@ -12,6 +12,7 @@ itself off: its blocks are no longer found, serving goes on.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -47,10 +48,11 @@ class BlockLayout:
     dtype: str
     block_size_tokens: int
     block_bytes: int
+    num_ranks: int = 1  # whose slices follow each other in a block
 
     def digest(self) -> bytes:
-        fields = (self.model_fingerprint, self.dtype, self.block_size_tokens, self.block_bytes)
-        return hashlib.sha256(repr(("headrace.disk.v1", *fields)).encode()).digest()[:DIGEST_BYTES]
+        fields = dataclasses.astuple(self)
+        return hashlib.sha256(repr(("headrace.disk.v2", *fields)).encode()).digest()[:DIGEST_BYTES]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,6 +45,7 @@ from headrace.errors import (
     InternalError,
     NotFound,
     PermissionDenied,
+    RankLost,
     RequestCancelled,
     StaleBlocks,
     Unavailable,
@@ -327,6 +328,8 @@ class Engine:
             results = self._runner.run(plan)
             self._note_rate(plan, self.clock.now() - started_at_s)
             return results
+        except RankLost as error:
+            return [ChunkResult(error=error)] * len(plan.chunks)
         except Exception as error:  # the engine loop: this step's sequences fail, the others go on
             log.exception("step failed", sequences=[chunk.sequence.id for chunk in plan.chunks])
             return [ChunkResult(error=InternalError(f"the step failed: {error!r}"))] * len(plan.chunks)

@@ -19,7 +19,7 @@ import structlog
 from headrace.engine.block_pool import PoolAudit
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import StepOutput
-from headrace.errors import InternalError, Unavailable
+from headrace.errors import HeadraceError, InternalError, RankLost, Unavailable
 
 log = structlog.get_logger()
 
@@ -141,12 +141,15 @@ class EngineThread:
         try:
             self._deliver(self._engine.step(early=self._deliver))
             return self._engine.has_work
+        except RankLost as error:
+            self._fail_sequences(error)
+            return False
         except Exception as error:  # the engine loop: its sequences fail, the loop goes on
             log.exception("engine step failed")
             self._fail_sequences(InternalError(f"the engine failed: {error!r}"))
             return False
 
-    def _fail_sequences(self, error: InternalError) -> None:
+    def _fail_sequences(self, error: HeadraceError) -> None:
         try:
             self._engine.fail_all(error)
         except Exception:  # as above

@@ -36,14 +36,17 @@ class EagerForward:
     """The model as it is written in `models/`, operator by operator."""
 
     def __init__(self, model: Decoder, cache: KvCache, attention: str) -> None:
+        self.block_size_tokens = cache.block_size_tokens
         self._model = model
-        self._block_size_tokens = cache.block_size_tokens
         self._attention = load_backend(attention, cache, model.config)
         self._x_TE = torch.empty(0)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[int]:
-        batch = StepBatch.of(plan, self._block_size_tokens)
+        return self.run_batch(StepBatch.of(plan, self.block_size_tokens))
+
+    @torch.inference_mode()
+    def run_batch(self, batch: StepBatch) -> list[int]:
+        """As `run`."""
         self._x_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention.prepare(batch))
         return [span.rows.stop - 1 for span in batch.spans]
 

@@ -21,6 +21,7 @@ import torch
 
 from headrace.config import EngineSettings
 from headrace.engine.native.packing import huge_pages
+from headrace.engine.shard import WHOLE, Shard
 from headrace.errors import InvalidRequest
 from headrace.model_config import ModelConfig
 
@@ -37,8 +38,13 @@ class KvCache:
         block_size_tokens: int,
         dtype: torch.dtype,
         quantization: str = "none",
+        shard: Shard = WHOLE,
     ) -> None:
         """`dtype` is what attention computes with; `quantization` is "none", "int8" or "fp8"."""
+        self.heads = shard.kv_heads(config.num_kv_heads)  # that are here …
+        self.num_all_heads = config.num_kv_heads  # … of so many
+        self.holds_copies = shard.holds_copies(config.num_kv_heads)
+        config = shard.config(config)
         stored, width = _row(config.head_dim, dtype, quantization)
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size_tokens, width)
         # Page-aligned zeros, handed out on first touch or by `KvMemory.populate`. In large pages, which the kernel
@@ -57,10 +63,15 @@ class KvCache:
         self.dtype_name = str(dtype).removeprefix("torch.") if quantization == "none" else quantization
 
     @classmethod
-    def for_model(cls, config: ModelConfig, settings: EngineSettings, dtype: torch.dtype) -> KvCache:
-        """As many blocks as the settings say, or as their memory holds. Raises InvalidRequest for too few."""
+    def for_model(
+        cls, config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, shard: Shard = WHOLE
+    ) -> KvCache:
+        """As many blocks as the settings say, or as their memory holds. Raises InvalidRequest for too few.
+
+        `config` is of the whole model, and the settings' memory that of all ranks together.
+        """
         stored, width = _row(config.head_dim, dtype, settings.kv_quantization)
-        rows_per_token = config.num_layers * 2 * config.num_kv_heads
+        rows_per_token = config.num_layers * 2 * len(shard.kv_heads(config.num_kv_heads)) * shard.size
         block_bytes = rows_per_token * settings.block_size_tokens * width * stored.itemsize
         num_blocks = settings.num_blocks or settings.kv_memory_bytes // block_bytes
         if num_blocks < _MIN_BLOCKS:
@@ -69,7 +80,7 @@ class KvCache:
                 settings.num_blocks or settings.kv_memory_bytes,
                 f"must give at least {_MIN_BLOCKS} blocks of {block_bytes} bytes",
             )
-        return cls(config, num_blocks, settings.block_size_tokens, dtype, settings.kv_quantization)
+        return cls(config, num_blocks, settings.block_size_tokens, dtype, settings.kv_quantization, shard)
 
     def write(
         self,

@@ -9,6 +9,8 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from functools import reduce
+from operator import xor
 
 import structlog
 import torch
@@ -31,6 +33,9 @@ class KvMemory:
         self.num_host_blocks = host_memory_bytes // cache.block_bytes
         self._device = cache.tensor.view(cache.num_blocks, -1).view(torch.uint8)
         self._host = _arena(self.num_host_blocks, cache.block_bytes, pinned=cache.tensor.is_cuda)
+        self._holds_copies = cache.holds_copies
+        num_planes = 2 * cache.tensor.shape[1]
+        self._places = [plane * cache.num_all_heads + h for plane in range(num_planes) for h in cache.heads]
         self.host_address = self._host.data_ptr() if self.num_host_blocks else 0
 
     def populate(self) -> None:
@@ -57,8 +62,22 @@ class KvMemory:
         self._block(block_id).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """xxh3-64 of each block's bytes. May be called from any thread; the caller sees to it that nobody writes."""
-        return [xxhash.xxh3_64_intdigest(self._block(block_id).cpu().numpy().data) for block_id in block_ids]
+        """Of each block's bytes: the xxh3-64 of every head's keys and of its values in a layer, each seeded with its
+        place in the model, and all of them combined by exclusive or. So those of a worker's ranks, combined again, are
+        the same whatever the number of ranks. A copy of another rank's heads counts nothing.
+
+        May be called from any thread; the caller sees to it that nobody writes.
+        """
+        if self._holds_copies:
+            return [0] * len(block_ids)
+        return [self._checksum(self._block(block_id).cpu().numpy().data) for block_id in block_ids]
+
+    def _checksum(self, data: memoryview) -> int:
+        size = len(data) // len(self._places)
+        pieces = enumerate(self._places)
+        return reduce(
+            xor, (xxhash.xxh3_64_intdigest(data[i * size : (i + 1) * size], place) for i, place in pieces)
+        )
 
     def _block(self, block_id: int) -> torch.Tensor:
         """Its bytes [block_bytes], shared."""

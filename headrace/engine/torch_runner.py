@@ -14,7 +14,7 @@ from headrace.engine.logit_edits import LogitEdits
 from headrace.engine.logprobs import logprobs
 from headrace.engine.sampler import Draw, sample
 from headrace.engine.sequence import Chunk, ChunkResult, Drawn, Sequence, StepPlan
-from headrace.errors import HeadraceError, InternalError
+from headrace.errors import HeadraceError, InternalError, RankLost
 from headrace.sampling_params import SamplingParams, TokenLogprobs
 
 log = structlog.get_logger()
@@ -42,6 +42,8 @@ class TorchRunner:
         """One forward pass. If it fails, each chunk gets one of its own, so that only those fail that have to."""
         try:
             return self._run(plan)
+        except RankLost:
+            raise  # there is no forward pass any more
         except Exception:  # whatever one sequence brings about, the others go on
             if len(plan.chunks) == 1:
                 raise
@@ -69,6 +71,8 @@ class TorchRunner:
     def _run_alone(self, chunk: Chunk) -> ChunkResult:
         try:
             return self._run(StepPlan([chunk]))[0]
+        except RankLost:
+            raise
         except Exception as error:  # as above
             log.exception("chunk failed", sequence=chunk.sequence.id)
             return ChunkResult(error=InternalError(f"the model failed: {error}"))

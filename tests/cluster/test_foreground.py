@@ -20,6 +20,7 @@ from headrace.rpc.v1 import (
     worker_pb2_grpc,
 )
 from headrace.sampling_params import SamplingParams
+from kv_transfer.layout import KvLayout
 from tests.support.processes import (
     Process,
     ask,
@@ -239,11 +240,20 @@ def test_a_worker_with_another_model_is_refused_at_the_handshake(trio, fleet, tm
     )
 
     with grpc.insecure_channel(stranger.address) as channel:
-        layout = kv_pb2.Layout(schema_version=2, model_fingerprint="another")
+        layout = KvLayout(
+            model_fingerprint="another",
+            num_layers=2,
+            num_kv_heads=2,
+            head_dim=16,
+            dtype="float32",
+            row_bytes=64,
+            block_size_tokens=32,
+            transport="nixl",
+        )
         handshake = kv_pb2.HandshakeRequest(
             self=worker_pb2.PeerRef(worker_id="x", incarnation="y"),
             expected_incarnation=status.incarnation,
-            layout=layout,
+            layout=layout.to_proto(),
         )
         with pytest.raises(grpc.RpcError) as refusal:
             kv_pb2_grpc.KvExchangeStub(channel).Handshake(handshake, timeout=10)

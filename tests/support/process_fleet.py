@@ -36,16 +36,21 @@ class ProcessWorker(ServingWorker):
             settings.model_copy(update={"rpc": rpc}).model_dump_json(),
             json.dumps(faults),
         ]
-        self._log = folder / f"{worker_id}.log"
+        self.log = folder / f"{worker_id}.log"
         self._popen: subprocess.Popen[bytes] | None = None
 
     @property
     def is_alive(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
 
+    @property
+    def status_code(self) -> int | None:
+        """Of its last life, once that is over."""
+        return None if self._popen is None else self._popen.poll()
+
     async def start(self) -> None:
         """Returns once it answers."""
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             self._popen = subprocess.Popen(  # noqa: ASYNC220 - its output is a file
                 [sys.executable, "-m", "tests.support.worker_main", *self._arguments],
                 stdin=subprocess.DEVNULL,
@@ -55,7 +60,7 @@ class ProcessWorker(ServingWorker):
             )
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
-                assert self.is_alive, f"{self.worker_id} ended: {self._log.read_text()[-3000:]}"
+                assert self.is_alive, f"{self.worker_id} ended: {self.log.read_text()[-3000:]}"
                 with suppress(grpc.aio.AioRpcError):
                     self.incarnation = (await self.status()).incarnation
                     return

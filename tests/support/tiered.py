@@ -38,6 +38,7 @@ class DictFiles:
         self.data: dict[bytes, bytes] = {}
         self.damaged: set[bytes] = set()
         self._lost: list[bytes] = []
+        self.num_taken = 0
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self.data
@@ -58,6 +59,7 @@ class DictFiles:
             self.lose(digest)
         if digest not in self.data:
             return None
+        self.num_taken += 1
         self.touch(digest)
         return bytearray(self.data[digest])
 

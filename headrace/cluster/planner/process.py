@@ -98,12 +98,15 @@ class Planner:
         self._directory = RedisDirectory(settings.directory)
         rpc = settings.rpc
         port, self._stop_metrics = serve_metrics(
-            self.metrics.registry, rpc.host, settings.telemetry.metrics_port
+            self.metrics.registry, rpc.host, settings.telemetry.metrics_port, lambda: not self._is_lost
         )
         self.metrics_address = f"{rpc.advertise_host or rpc.host}:{port}"
         self._running = asyncio.create_task(self._run(), name="planner")
         log.info("planner runs", metrics=self.metrics_address, dry_run=settings.planner.dry_run)
         return self.metrics_address
+
+    async def failed(self) -> None:
+        await asyncio.Event().wait()  # a look that fails is followed by the next one
 
     async def stop(self) -> None:
         """A change of role that is under way goes on at its worker."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -53,13 +54,25 @@ class StepBatch:
 
     @classmethod
     def of(cls, plan: StepPlan, block_size_tokens: int) -> StepBatch:
-        spans: list[Span] = []
+        chunks: list[tuple[int, int, torch.Tensor]] = []
         token_ids: list[int] = []
         for chunk in plan.chunks:
             end = chunk.start + chunk.num_tokens
             blocks = chunk.sequence.block_ids[: -(-end // block_size_tokens)]
-            spans.append(Span(len(token_ids), chunk.num_tokens, chunk.start, torch.tensor(blocks)))
+            chunks.append((chunk.start, chunk.num_tokens, torch.tensor(blocks)))
             token_ids += chunk.sequence.token_ids[chunk.start : end]
+        return cls.made(chunks, torch.tensor(token_ids), block_size_tokens)
+
+    @classmethod
+    def made(
+        cls, chunks: list[tuple[int, int, torch.Tensor]], token_ids_T: torch.Tensor, block_size_tokens: int
+    ) -> StepBatch:
+        """`chunks`: start, number of tokens, and blocks up to the last of them."""
+        rows = accumulate((num_tokens for _, num_tokens, _ in chunks), initial=0)
+        spans = [
+            Span(row, num_tokens, start, block_ids)
+            for row, (start, num_tokens, block_ids) in zip(rows, chunks, strict=False)
+        ]
         positions = [torch.arange(span.start, span.context) for span in spans]
         blocks_of_tokens = [
             span.block_ids[p // block_size_tokens] for span, p in zip(spans, positions, strict=True)
@@ -67,7 +80,7 @@ class StepBatch:
         positions_T = torch.cat(positions)
         return cls(
             spans=spans,
-            token_ids_T=torch.tensor(token_ids),
+            token_ids_T=token_ids_T,
             positions_T=positions_T,
             block_ids_T=torch.cat(blocks_of_tokens),
             offsets_T=positions_T % block_size_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.engine.models.decoder import Decoder, build
+from headrace.engine.shard import WHOLE, Shard
 from headrace.engine.weights.source import TensorSource
 from headrace.engine.weights.tensor_names import GEMMA3, LLAMA, TensorNames
 from headrace.errors import ModelError
@@ -38,7 +39,7 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.architecture]
 
 
-def build_model(config: ModelConfig, tensors: TensorSource) -> Decoder:
-    """The model with its weights. Raises ModelError naming the architecture, or the tensor that does not fit."""
+def build_model(config: ModelConfig, tensors: TensorSource, shard: Shard = WHOLE) -> Decoder:
+    """A shard of the model with its weights. Raises ModelError naming the architecture, or what does not fit."""
     family_of(config)
-    return build(config, tensors)
+    return build(config, tensors, shard)

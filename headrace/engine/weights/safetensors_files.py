@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from headrace.engine.weights.stored_matrix import Cut
 from headrace.engine.weights.tensor_names import TensorNames
 from headrace.errors import ModelError
 
@@ -43,9 +44,16 @@ class SafetensorsFiles:
     def __len__(self) -> int:
         return len(self._where)
 
-    def read(self, stored_name: str) -> torch.Tensor:
+    def shape(self, stored_name: str) -> tuple[int, ...]:
         file, key = self._where[stored_name]
-        return file.get_tensor(key)
+        return tuple(file.get_slice(key).get_shape())
+
+    def read(self, stored_name: str, cut: Cut | None = None) -> torch.Tensor:
+        file, key = self._where[stored_name]
+        if cut is None:
+            return file.get_tensor(key)
+        some = slice(cut.part.start, cut.part.stop)
+        return file.get_slice(key)[:, some] if cut.axis else file.get_slice(key)[some]
 
 
 def _text_name(key: str) -> str:

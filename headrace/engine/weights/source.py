@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from headrace.engine.weights.stored_matrix import Matrix, StoredMatrix, quantize
+from headrace.engine.weights.stored_matrix import Cut, Matrix, StoredMatrix, quantize
 from headrace.errors import ModelError
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,8 +25,12 @@ class WeightFiles(Protocol):
         """Number of tensors, for progress."""
         ...
 
-    def read(self, stored_name: str) -> Matrix:
-        """The tensor as it is stored: in some floating-point type, or quantized. Raises ModelError."""
+    def shape(self, stored_name: str) -> tuple[int, ...]: ...
+
+    def read(self, stored_name: str, cut: Cut | None = None) -> Matrix:
+        """The tensor as it is stored: in some floating-point type, or quantized; of a `cut`, only that is read. Raises
+        ModelError.
+        """
         ...
 
 
@@ -49,7 +53,9 @@ class Form:
 
 
 class TensorSource:
-    """Hands tensors to a model by the decoder's names: checked, and in its form."""
+    """Hands tensors to a model by the decoder's names: checked, and in its form. `shape` is always that of the whole
+    tensor, which is taken with no `cut`.
+    """
 
     def __init__(
         self, files: WeightFiles, form: Form, progress: Callable[[int, int], None] | None = None
@@ -61,23 +67,23 @@ class TensorSource:
         self._progress = progress
         self._num_taken = 0
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
         """The named tensor, in `dtype`. Raises ModelError when it is missing, has another shape or an odd dtype."""
-        return self._dense(self._taken(name, shape))
+        return self._dense(self._taken(name, shape, cut))
 
     def take_norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Weights of a norm, in fp32. Raises ModelError as `take` does."""
         return _floats(self._taken(name, shape)).float() + self._form.norm_offset
 
-    def take_matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+    def take_matrix(self, name: str, shape: tuple[int, int], cut: Cut | None = None) -> Matrix:
         """A matrix, in `dtype` or quantized. Raises ModelError as `take` does."""
         return self._in_form(
-            self._taken(name, shape), "q4_1" if self._form.quantization == "int4" else "q8_0"
+            self._taken(name, shape, cut), "q4_1" if self._form.quantization == "int4" else "q8_0"
         )
 
-    def take_table(self, name: str, shape: tuple[int, int]) -> Matrix:
+    def take_table(self, name: str, shape: tuple[int, int], cut: Cut | None = None) -> Matrix:
         """The embedding, or the head. Raises ModelError as `take` does."""
-        return self._in_form(self._taken(name, shape), "q8_0")
+        return self._in_form(self._taken(name, shape, cut), "q8_0")
 
     def _in_form(self, matrix: Matrix, kind: Literal["q8_0", "q4_1"]) -> Matrix:
         """`kind`: what it is rounded to if it is to be rounded."""
@@ -90,13 +96,14 @@ class TensorSource:
     def _dense(self, matrix: Matrix) -> torch.Tensor:
         return _floats(matrix, self.dtype).to(self.dtype).contiguous()
 
-    def _taken(self, name: str, shape: tuple[int, ...]) -> Matrix:
+    def _taken(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Matrix:
         stored_name = self._files.stored_name(name)
         if stored_name not in self._files:
             raise ModelError(f"the model's files have no tensor {stored_name!r}")
-        tensor = self._files.read(stored_name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {stored_name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
+        found = self._files.shape(stored_name)
+        if found != shape:
+            raise ModelError(f"tensor {stored_name!r} has shape {list(found)}, expected {list(shape)}")
+        tensor = self._files.read(stored_name, cut)
         if isinstance(tensor, torch.Tensor) and tensor.dtype not in _DTYPES:
             # 8-bit types among them: their scales lie in tensors of their own, which nobody here would apply.
             raise ModelError(

@@ -60,8 +60,31 @@ class StoredMatrix:
         blocks = self.blocks[ids if isinstance(ids, slice) else ids.numpy()]
         return StoredMatrix(self.kind, (len(blocks), self.shape[1]), blocks)
 
+    def columns(self, part: range) -> StoredMatrix | torch.Tensor:
+        """Some of the columns: a view where blocks begin and end with them, else dequantized, in fp32."""
+        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[KINDS[self.kind]]
+        if part.start % block_weights or part.stop % block_weights:
+            return self.dequantize()[:, part.start : part.stop]
+        first, last = (end // block_weights * block_bytes for end in (part.start, part.stop))
+        return StoredMatrix(self.kind, (self.shape[0], len(part)), self.blocks[:, first:last])
+
 
 Matrix = torch.Tensor | StoredMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a tensor: of its rows (axis 0), or of its columns (axis 1)."""
+
+    axis: Literal[0, 1]
+    part: range
+
+    def of(self, matrix: Matrix) -> Matrix:
+        """A view, if it can be."""
+        some = slice(self.part.start, self.part.stop)
+        if isinstance(matrix, StoredMatrix):
+            return matrix.columns(self.part) if self.axis else matrix.rows(some)
+        return matrix[:, some] if self.axis else matrix[some]
 
 
 def joined(parts: Sequence[Matrix]) -> Matrix | tuple[Matrix, ...]:

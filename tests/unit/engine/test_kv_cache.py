@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
-import xxhash
 
 from headrace.config import EngineSettings
 from headrace.engine.kv_cache import KvCache
 from headrace.engine.kv_memory import KvMemory
+from headrace.engine.shard import Shard
 from headrace.errors import InvalidRequest
 from headrace.model_config import ModelConfig
 
@@ -106,10 +107,42 @@ def test_gather_puts_blocks_in_the_order_asked_for():
 def test_checksums_are_of_the_bytes_of_each_block(dtype):
     cache = make_cache(dtype=dtype)
     cache.tensor.normal_()
-    expected = [xxhash.xxh3_64_intdigest(cache.tensor[i].view(torch.uint8).numpy().tobytes()) for i in (3, 0)]
     memory = KvMemory(cache, 0)
+    expected = memory.checksums([3, 0])
+    assert expected[0] != expected[1]
+    block = cache.tensor[3].view(torch.uint8).flatten()
+    for position in (0, len(block) // 2 + 1, len(block) - 1):
+        block[position] += 1
+        changed = memory.checksums([3, 0])
+        assert changed[0] != expected[0]
+        assert changed[1] == expected[1]
+        block[position] -= 1
     assert memory.checksums([3, 0]) == expected
-    cache.tensor[3, -1, -1, -1, -1, -1] += 1
-    changed = memory.checksums([3, 0])
-    assert changed[0] != expected[0]
-    assert changed[1] == expected[1]
+
+
+def test_a_checksum_sees_what_changed_places():
+    """Two heads' keys, and two layers', exchanged: the same bytes, elsewhere."""
+    cache = make_cache()
+    cache.tensor.normal_()
+    memory = KvMemory(cache, 0)
+    [expected] = memory.checksums([0])
+    for places in (cache.tensor[0, 0, 0, :2], cache.tensor[0, :2, 0, 0]):
+        places[:] = places.flip(0)
+        assert memory.checksums([0]) != [expected]
+        places[:] = places.flip(0)
+    assert memory.checksums([0]) == [expected]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_checksums_of_all_ranks_combined_are_those_of_one(num_ranks):
+    """Of 4 KV heads: of two heads a rank, of one, and of one that two ranks have."""
+    config = replace(CONFIG, num_heads=8, num_kv_heads=4)
+    whole = KvCache(config, 4, BLOCK_SIZE, torch.float32)
+    whole.tensor.normal_()
+    combined = [0, 0]
+    for rank in range(num_ranks):
+        shard = KvCache(config, 4, BLOCK_SIZE, torch.float32, shard=Shard(rank, num_ranks))
+        shard.tensor[:] = whole.tensor[:, :, :, shard.heads.start : shard.heads.stop]
+        of_rank = KvMemory(shard, 0).checksums([3, 0])
+        combined = [a ^ b for a, b in zip(combined, of_rank, strict=True)]
+    assert combined == KvMemory(whole, 0).checksums([3, 0])

@@ -22,6 +22,7 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.local_transport import LocalFabric, LocalTransport
 from kv_transfer.peers import Peers
 from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transfers import Transfers
 from kv_transfer.transport import BlockRegion
 
 TIMEOUT_S = 20.0
@@ -52,7 +53,7 @@ class Worker(kv_pb2_grpc.KvExchangeServicer):
         )
         self.ref = worker_pb2.PeerRef(worker_id=f"worker {name}", incarnation=name)
         rpc = RpcSettings()
-        self.peers = Peers(self.ref, layout, self.transfers, kv, rpc, host)
+        self.peers = Peers(self.ref, layout, Transfers(self.transfers), kv, rpc, host)
         self.server = RpcServer(rpc, [])
         kv_pb2_grpc.add_KvExchangeServicer_to_server(self, self.server.grpc_server)
 
@@ -116,10 +117,10 @@ async def test_a_probe_that_fails_fails_the_handshake():
         await reader.peers.connect(owner.ref)
 
 
-@pytest.mark.parametrize("theirs", [replace(LAYOUT, tp_size=8), replace(LAYOUT, dtype="bfloat16")])
+@pytest.mark.parametrize("theirs", [replace(LAYOUT, tp_size=6), replace(LAYOUT, dtype="bfloat16")])
 async def test_unsupported_pairings_are_refused_naming_the_field(theirs):
     async with started(layouts=(LAYOUT, theirs)) as [reader, owner], asyncio.timeout(TIMEOUT_S):
-        field = "tp_size" if theirs.tp_size == 8 else "dtype"
+        field = "tp_size" if theirs.tp_size == 6 else "dtype"
         with pytest.raises((LayoutMismatch, PeerError), match=f"KV layout mismatch in {field}"):
             await reader.peers.connect(owner.ref)
         assert not (reader.transfers._peers or owner.transfers._peers)

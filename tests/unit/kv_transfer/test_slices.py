@@ -19,12 +19,13 @@ LAYOUT = KvLayout(
     block_size_tokens=2,
     transport="local",
 )
-SIZES = [1, 2, 4, 8]
+SIZES = [1, 2, 4, 8, 16]  # of 8 heads: with 16 ranks two have each
 
 
 def filled(num_ranks: int, values: np.ndarray) -> list[np.ndarray]:
     """One block by rank, as bytes. `values`: [planes, heads, bytes of a head]."""
-    return [np.ascontiguousarray(part).ravel() for part in np.split(values, num_ranks, axis=1)]
+    heads = [replace(LAYOUT, tp_size=num_ranks, tp_rank=rank).heads for rank in range(num_ranks)]
+    return [np.ascontiguousarray(values[:, each.start : each.stop]).ravel() for each in heads]
 
 
 @pytest.mark.parametrize("reader_size", SIZES)
@@ -62,10 +63,16 @@ def test_heads_that_do_not_divide_move_as_whole_blocks_between_equal_ranks():
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "heads"),
-    [(3, 2, 6), (2, 3, 6), (1, 2, 3), (4, 1, 6), (1, 16, 8), (1, 0, 8), (0, 0, 8)],
+    [(3, 2, 6), (2, 3, 6), (1, 2, 3), (4, 1, 6), (1, 12, 8), (1, 0, 8), (0, 0, 8)],
 )
 def test_other_pairings_are_refused_with_what_is_supported(ours, theirs, heads):
     reader = replace(LAYOUT, num_kv_heads=heads, tp_size=ours)
-    with pytest.raises(LayoutMismatch, match=f"must be a multiple.*num_kv_heads, which is {heads}") as caught:
+    with pytest.raises(LayoutMismatch, match=f"must be a multiple.*num_kv_heads.*; it is {heads}") as caught:
         pairing(reader, replace(reader, tp_size=theirs))
     assert (caught.value.field, caught.value.ours, caught.value.theirs) == ("tp_size", ours, theirs)
+
+
+def test_readers_of_copied_heads_share_out_the_ranks_that_have_them():
+    readers = [replace(LAYOUT, tp_size=8, tp_rank=rank) for rank in range(8)]
+    sources = [pairing(reader, replace(LAYOUT, tp_size=16))[0].owner_rank for reader in readers]
+    assert sources == [0, 3, 4, 7, 8, 11, 12, 15]
