@@ -23,7 +23,7 @@ from tests.support.command_line import assignments, parsed_arguments
 
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILE = DOCKER / "Dockerfile"
-TARGETS = ("router", "worker-cpu", "worker-cuda")
+TARGETS = ("router", "worker-cpu", "worker-cuda", "ray")
 
 
 def instructions(target: str | None = None) -> list[tuple[str, str]]:
