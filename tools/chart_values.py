@@ -391,7 +391,7 @@ class RayPods(_Values):
 
 
 class RayCluster(_Values):
-    """The pools as pods of KubeRay (1.5.1 or newer) in place of StatefulSets; `headrace up` places the workers in them."""
+    """Pools as pods of KubeRay (1.5.1 or newer), not StatefulSets; `headrace up` places the workers in them."""
 
     enabled: bool = False
     ray_version: str = "2.60.0"

@@ -15,7 +15,7 @@ stay two. */}}
 {{- $root := index . 0 -}}
 {{- $suffix := index . 1 -}}
 {{- $whole := include "headrace.fullname" $root -}}
-{{- $room := int (sub 49 (len $suffix) (gt (len .) 2 | ternary (last .) 0)) -}}
+{{- $room := int (sub (sub 49 (len $suffix)) (gt (len .) 2 | ternary (last .) 0)) -}}
 {{- if gt (len $whole) $room -}}
 {{- $whole = printf "%s-%s" ($whole | trunc (int (sub $room 7)) | trimSuffix "-") ($whole | sha256sum | trunc 6) -}}
 {{- end -}}
