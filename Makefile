@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types format protos clean
+.PHONY: help setup demo test check lint types format protos chart clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,7 @@ lint: $(INSTALLED) ## Everything in check but the types
 	@$(BIN)/buf lint
 	@$(BIN)/buf format --diff --exit-code
 	@$(BIN)/python tools/generate_protos.py --check
+	@$(BIN)/python tools/generate_chart.py --check
 
 types: $(INSTALLED) ## Check the types
 	@$(BIN)/basedpyright
@@ -37,6 +38,9 @@ format: $(INSTALLED) ## Format, and fix what can be fixed
 
 protos: $(INSTALLED) ## Generate the stubs in headrace/rpc from proto/
 	@$(BIN)/python tools/generate_protos.py
+
+chart: $(INSTALLED) ## Generate the values of deploy/helm from tools/chart_values.py and the settings
+	@$(BIN)/python tools/generate_chart.py
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info

@@ -1,6 +1,6 @@
 """Writes values.yaml, values.schema.json and the README's table of the Helm chart from `tools/chart_values.py`.
 
-`python tools/generate_chart.py`; with `--check` it only compares.
+Run by `make chart`, for instance after a setting was added; `--check` (in `make check`) only compares.
 """
 
 from __future__ import annotations
