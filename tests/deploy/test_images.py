@@ -85,7 +85,10 @@ def test_versions_are_pinned():
     assert image and re.fullmatch(r"3\.11\.\d+-slim-[a-z]+", image[1])
     for name, rest in instructions():
         if name == "FROM":
-            assert rest.startswith("${PYTHON_IMAGE} AS") or rest.split()[0] in ("runtime", "worker-cpu-packages")
+            assert rest.startswith("${PYTHON_IMAGE} AS") or rest.split()[0] in (
+                "runtime",
+                "worker-cpu-packages",
+            )
         for command in re.findall(r"pip (?:install|wheel) [^&]*", rest):
             assert "--constraint" in command or "--no-deps" in command, command
 
