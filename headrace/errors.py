@@ -49,6 +49,9 @@ class HeadraceError(Exception):
 
     code: ClassVar[Code] = Code.INTERNAL
     retryable: ClassVar[bool] = False
+    retry_after_s: float = (
+        0.0  # when the same call can succeed, where there is reason to think so; 0: not known
+    )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled whole between processes, whatever arguments the class takes.
@@ -142,7 +145,6 @@ class Unavailable(HeadraceError):
     retryable = True
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
-        """`retry_after_s`: when the same call can succeed, where there is reason to think so; 0: not known."""
         self.retry_after_s = retry_after_s
         super().__init__(f"{message}; retry after {retry_after_s:g} s" if retry_after_s else message)
 

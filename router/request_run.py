@@ -106,12 +106,13 @@ class Dispatch:
 
     def give_up(self) -> None:
         self.session.abort(self.stream.request_id)
-        self.stream.fail(DeadlineExceeded("the request's deadline passed, and its worker is silent"))
+        self.stream.give_up(DeadlineExceeded("the request's deadline passed, and its worker is silent"))
 
     def close(self) -> None:
         if not self.stream.ended:
             self.session.abort(self.stream.request_id)
         self.session.forget(self.stream.request_id)
+        self.stream.close()
         self.resources.close()
         self.span.end()
 

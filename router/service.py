@@ -12,6 +12,7 @@ import structlog
 from headrace.rpc.metadata import CallMetadata, metadata_of
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from headrace.sampling_params import FinishReason
+from router.account import hand_off, timings
 from router.front_door import FrontDoor, Generation
 from router.request_run import Progress, Update
 from router.requests import GenerationRequest, ServedModel
@@ -115,7 +116,9 @@ def _responses(generation: Generation, update: Update) -> Iterator[inference_pb2
     elif update.matched_stop is not None:
         response.matched_token_id = update.matched_stop
     if update.end is not None:
-        _add_end(response, request, update.end, generation.progress)
+        _add_usage(response.usage, request, update.end, generation.progress)
+        response.timings.CopyFrom(timings(update.end, generation.progress))
+        response.hand_off.CopyFrom(hand_off(update.end, generation.progress))
     yield response
 
 
@@ -132,29 +135,9 @@ def _of_prompt(
         )
 
 
-def _add_end(
-    response: inference_pb2.GenerateResponse,
-    request: GenerationRequest,
-    end: worker_pb2.SequenceEnd,
-    progress: Progress,
+def _add_usage(
+    usage: inference_pb2.Usage, request: GenerationRequest, end: worker_pb2.SequenceEnd, progress: Progress
 ) -> None:
-    response.usage.prompt_tokens = len(request.token_ids)
-    response.usage.completion_tokens = progress.num_output_tokens
-    response.usage.cached_tokens = request.cached_tokens(end.cached_tokens)
-    response.timings.queue_s = progress.planned_at - progress.arrived_at
-    response.timings.prefill_s = progress.first_token_at - progress.planned_at
-    response.timings.time_to_first_token_s = progress.first_token_at - progress.arrived_at
-    response.timings.total_s = progress.ended_at - progress.arrived_at
-    response.timings.worker_queue_s = end.queue_s
-    response.timings.worker_prefill_s = end.prefill_s
-    response.timings.transfer_s = end.transfer_s
-    response.timings.decode_s = progress.ended_at - progress.first_token_at
-    if end.decode_tokens:
-        response.timings.inter_token_s = end.decode_s / end.decode_tokens
-    response.hand_off.decode_worker = progress.plan.decode.worker_id if progress.plan else ""
-    response.hand_off.prefill_worker = end.prefill_worker
-    response.hand_off.blocks_moved = end.blocks_moved
-    response.hand_off.bytes_moved = end.bytes_moved
-    response.hand_off.transfer_s = end.transfer_s
-    response.hand_off.transport = end.transport
-    response.hand_off.failed_attempts = end.failed_attempts
+    usage.prompt_tokens = len(request.token_ids)
+    usage.completion_tokens = progress.num_output_tokens
+    usage.cached_tokens = request.cached_tokens(end.cached_tokens)

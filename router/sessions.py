@@ -19,6 +19,7 @@ from headrace.sampling_params import FinishReason
 
 log = structlog.get_logger()
 
+READING_GRACE_S = 10.0  # for what is left of an answer that was stopped
 _CONNECT_TIMEOUT_S = 5.0
 # To clients, a third of a core's time: a message costs about 35 us, however many tokens it has.
 _MAX_MESSAGES_PER_S = 10_000
@@ -58,7 +59,8 @@ class Pace:
 class AnswerStream:
     """One request's deltas. The first comes at once, and so does what ends an answer; the others at the router's pace.
     A consumer that is slow gets them merged; one that is too slow gets what there is, and then SlowReader: so what is
-    kept is bounded by the answer, and by `max_unread_tokens` and one frame.
+    kept is bounded by the answer, and by `max_unread_tokens` and one frame. One that does not come to hear of it is
+    cancelled after `READING_GRACE_S`: it hangs in a write to a client that does not read.
     """
 
     def __init__(self, request_id: str, max_unread_tokens: int, pace: Pace) -> None:
@@ -73,6 +75,8 @@ class AnswerStream:
         self._delta = Delta()
         self._error: HeadraceError | None = None
         self._ready = asyncio.Event()
+        self._consumer: asyncio.Task[object] | None = None
+        self._cut_off: asyncio.TimerHandle | None = None
 
     def push(self, message: worker_pb2.SequenceDelta) -> bool:
         """Returns False once the consumer is too slow: nothing more is taken, and the worker is to stop."""
@@ -94,7 +98,7 @@ class AnswerStream:
             self._delta.end = message.end
             self.ended = True
         elif self._num_unread_tokens > self._max_unread_tokens:
-            self.fail(SlowReader(self._num_unread_tokens, self._max_unread_tokens))
+            self.give_up(SlowReader(self._num_unread_tokens, self._max_unread_tokens))
             return False
         self._tell(is_last=self.ended or bool(message.finish_reason))
         return True
@@ -113,8 +117,21 @@ class AnswerStream:
         self.ended = True
         self._ready.set()
 
+    def give_up(self, error: HeadraceError) -> None:
+        """As `fail`, for what the consumer itself may be the reason of."""
+        self.fail(error)
+        if self._cut_off is None and self._consumer is not None:
+            self._cut_off = self._loop.call_later(READING_GRACE_S, self._consumer.cancel)
+
+    def close(self) -> None:
+        """The consumer is done with it."""
+        if self._cut_off is not None:
+            self._cut_off.cancel()
+        self._consumer = None
+
     async def take(self) -> Delta:
         """Waits for news and returns it as it came, an error end included. Raises WorkerGone when the session broke."""
+        self._consumer = asyncio.current_task()
         await self._ready.wait()
         self._taken_at = self._loop.time()
         if self._timer is not None:

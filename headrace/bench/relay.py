@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -27,19 +27,21 @@ import psutil
 import uvloop
 
 from headrace.bench.router_parts import bench_model, bench_record, make_dispatcher
-from headrace.config import RpcSettings
+from headrace.config import RpcSettings, SecuritySettings, TelemetrySettings
 from headrace.directory.records import Role
 from headrace.directory.view import DirectoryView
 from headrace.rpc.channel import open_channel
 from headrace.rpc.server import RpcServer
 from headrace.rpc.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.telemetry import configure_logging
+from headrace.tracing import start_tracing
 from router.front_door import FrontDoor, Generation
 from router.ledger import Charge
-from router.request_run import Dispatch, RequestRun
+from router.request_run import Dispatch, Progress, RequestRun, Update
 from router.requests import RequestParser
 from router.service import InferenceService
 from router.sessions import AnswerStream
+from router.tally import Passing, Tally
 
 PROMPT_TOKENS = 200
 _REPLY_TIMEOUT_S = 60.0
@@ -61,12 +63,34 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class Extras:
+    """What there is beside plain relaying. With TLS, `router` and `worker` name certificates; clients show none."""
+
+    router: RpcSettings = field(default_factory=RpcSettings)
+    worker: RpcSettings = field(default_factory=RpcSettings)
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    with_metrics: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Doors:
     """Of a running pair. `figures(when)` asks both processes: now, or collected: when garbage has been."""
 
     router: str
     worker: str
     figures: Callable[[_When], Figures]
+    extras: Extras
+
+    def to_router(self) -> grpc.aio.Channel:
+        """As a client. The caller closes it."""
+        tls = self.extras.router.tls
+        if not tls.ca_file:
+            return open_channel(self.router, RpcSettings())
+        return grpc.aio.secure_channel(self.router, grpc.ssl_channel_credentials(tls.ca_file.read_bytes()))
+
+    def to_worker(self) -> grpc.aio.Channel:
+        """As the router. The caller closes it."""
+        return open_channel(self.worker, self.extras.router)
 
     def settled(self) -> Figures:
         """When nothing is in flight any more, or when that should have been."""
@@ -77,12 +101,14 @@ class Doors:
 
 
 @contextmanager
-def router_and_worker(step_s: float = 0.0) -> Generator[Doors]:
+def router_and_worker(step_s: float = 0.0, extras: Extras | None = None) -> Generator[Doors]:
     """`step_s`: from one step of the worker to the next; 0: as soon as the one before is written."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores, extras = sorted(os.sched_getaffinity(0)), extras or Extras()
     with ExitStack() as stack:
-        worker_address, to_worker = stack.enter_context(_process(_worker, cores[:1], step_s))
-        router_address, connection = stack.enter_context(_process(_router, cores[-1:], worker_address))
+        worker_address, to_worker = stack.enter_context(_process(_worker, cores[:1], (step_s, extras.worker)))
+        router_address, connection = stack.enter_context(
+            _process(_router, cores[-1:], (worker_address, extras))
+        )
         os.sched_setaffinity(0, cores[:-1] or cores)
         stack.callback(os.sched_setaffinity, 0, cores)
 
@@ -93,7 +119,7 @@ def router_and_worker(step_s: float = 0.0) -> Generator[Doors]:
             answer.gauges["at_worker"] = _received(to_worker)
             return answer
 
-        yield Doors(router_address, worker_address, figures)
+        yield Doors(router_address, worker_address, figures, extras)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +135,7 @@ class Relayed:
 def relay(doors: Doors, num_streams: int, num_tokens: int) -> Relayed:
     """`num_streams` answers of `num_tokens` each at once."""
     before, started = doors.figures("now"), time.perf_counter()
-    messages = uvloop.run(_all_answers(doors.router, num_streams, num_tokens))
+    messages = uvloop.run(_all_answers(doors, num_streams, num_tokens))
     seconds, cpu_s = time.perf_counter() - started, doors.figures("now").cpu_s - before.cpu_s
     count = num_streams * num_tokens
     return Relayed(count / seconds, messages / seconds, cpu_s / count * 1e6, cpu_s / seconds)
@@ -143,7 +169,7 @@ class Load:
 
     async def run(self, seconds: float, on_sample: Callable[[Sample], None]) -> Sample:
         """A sample each second, and one when all clients have ended."""
-        channel = open_channel(self._doors.router, RpcSettings())
+        channel = self._doors.to_router()
         self._started = time.perf_counter()
         end = self._started + seconds
         try:
@@ -170,9 +196,9 @@ class Load:
         return Sample(time.perf_counter() - self._started, self._answers, self._tokens, figures)
 
 
-async def _all_answers(address: str, num_streams: int, num_tokens: int) -> int:
+async def _all_answers(doors: Doors, num_streams: int, num_tokens: int) -> int:
     """Returns the number of messages. The answers are counted by their usage, so that clients cost little."""
-    channel = open_channel(address, RpcSettings())
+    channel = doors.to_router()
     try:
         return sum(
             await asyncio.gather(
@@ -206,10 +232,7 @@ def request(seed: int, num_tokens: int) -> inference_pb2.GenerateRequest:
 
 
 async def _added_latency(doors: Doors, num_requests: int) -> tuple[float, float]:
-    to_router, to_worker = (
-        open_channel(doors.router, RpcSettings()),
-        open_channel(doors.worker, RpcSettings()),
-    )
+    to_router, to_worker = doors.to_router(), doors.to_worker()
     call = worker_pb2_grpc.WorkerStub(to_worker).Session()
     await call.read()
     through: list[float] = []
@@ -268,8 +291,9 @@ def _received(connection: Any) -> Any:
     return connection.recv()
 
 
-async def _worker(connection: Connection, step_s: float) -> None:
-    server = RpcServer(RpcSettings(), [])
+async def _worker(connection: Connection, argument: tuple[float, RpcSettings]) -> None:
+    step_s, rpc = argument
+    server = RpcServer(rpc, [])
     worker = _TrivialWorker(step_s)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc_server)
     connection.send(await server.start())
@@ -277,13 +301,17 @@ async def _worker(connection: Connection, step_s: float) -> None:
     await server.stop(0)
 
 
-async def _router(connection: Connection, worker_address: str) -> None:
-    rpc, model = RpcSettings(), bench_model()
+async def _router(connection: Connection, argument: tuple[str, Extras]) -> None:
+    worker_address, extras = argument
+    rpc, model = extras.router, bench_model()
     view = DirectoryView()
     view.admit(bench_record("decode-0", Role.DECODE, worker_address))
     sessions, dispatcher = make_dispatcher(view, rpc, model)
-    server = RpcServer(rpc, [])
-    door = FrontDoor(RequestParser(model, 1 << 20), dispatcher, 600.0)
+    server = RpcServer(rpc, [], front=SecuritySettings())
+    tracing = start_tracing(extras.telemetry, "headrace-router", "bench")
+    door = FrontDoor(RequestParser(model, 1 << 20), dispatcher, 600.0, tracing=tracing)
+    if not extras.with_metrics:
+        door.tally = _NoTally()
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(door, model), server.grpc_server)
     connection.send(await server.start())
 
@@ -304,6 +332,22 @@ async def _router(connection: Connection, worker_address: str) -> None:
     await _until_closed(connection, lambda when: connection.send(figures(when)))
     await server.stop(0)
     await sessions.close()
+    await asyncio.to_thread(tracing.close)
+
+
+class _NoTally(Tally):
+    """Counts nothing."""
+
+    def begin(self) -> Passing:
+        return _NoPassing(self)
+
+    def ended(self, outcome: str, passing: Passing, progress: Progress, prompt_tokens: int) -> None:
+        pass
+
+
+class _NoPassing(Passing):
+    def note(self, update: Update) -> None:
+        pass
 
 
 async def _until_closed(connection: Connection, on_message: Callable[[_When], None]) -> None:

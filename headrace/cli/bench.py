@@ -169,6 +169,9 @@ def router(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few of each, seconds in all: a trial, no figures.")
     ] = False,
+    overhead: Annotated[
+        int, typer.Option(metavar="ROUNDS", help="Instead: what metrics, traces and TLS cost.", min=0)
+    ] = 0,
     json: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the rows there too.", show_default=False),
@@ -188,6 +191,9 @@ def router(
     effort = router_bench.QUICK if quick else router_bench.Effort()
     configure_logging("warning", "bench")  # a line for each request would be measured too
     report = Report(json, {"name": "none"})
+    if overhead:
+        _measure_overhead(overhead, effort, report)
+        return
     try:
         _measure_router(counts, sizes, prompts, effort, report)
     except KeyboardInterrupt:
@@ -278,6 +284,32 @@ def _measure_router(
                 for row in measure_decisions(count, size, prompts, effort):
                     report.add(asdict(row))
                     progress.advance(task)
+
+
+def _measure_overhead(rounds: int, effort: router_bench.Effort, report: Report) -> None:
+    from headrace.bench.overhead import measure
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        for news in measure(rounds, effort.requests, effort.relayed_tokens):
+            if isinstance(news, str):
+                progress.update(task, description=news)
+                continue
+            for row in news:
+                report.add(asdict(row))
+    table = Table(title="Router with 64 answers at once", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("with")
+    for name in ("relayed/s", "ratio", "CPU us/token", "ratio", "added ms", "ratio"):
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        table.add_row(
+            row["extra"],
+            *(f"{row['relayed_tokens_per_s']:,.0f}", f"{row['tokens_ratio']:.2f}"),
+            *(f"{row['router_cpu_us_per_token']:.1f}", f"{row['cpu_ratio']:.2f}"),
+            *(f"{row['added_latency_ms_p50']:.2f}", f"{row['latency_ratio']:.2f}"),
+        )
+    output.print(table)
 
 
 def _router_table(report: Report) -> Table:

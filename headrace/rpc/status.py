@@ -22,9 +22,7 @@ from headrace.errors import (
     InternalError,
     InvalidRequest,
     LayoutMismatch,
-    Overloaded,
     PeerError,
-    Unavailable,
     WorkerGone,
 )
 
@@ -52,7 +50,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Headrac
     """End the call with the error's status. Raises, as `context.abort` does."""
     text = _short(str(error))
     metadata: list[tuple[str, str | bytes]] = [*(context.trailing_metadata() or ()), (ANSWERED_KEY, "1")]
-    retry_after_s = _retry_after_s(error)
+    retry_after_s = error.retry_after_s
     if retry_after_s:
         metadata.append((RETRY_AFTER_KEY, str(int(retry_after_s * 1000))))
     if isinstance(error, LayoutMismatch):
@@ -125,10 +123,6 @@ def _rich_status(error: HeadraceError, text: str, retry_after_s: float) -> statu
         delay.FromMilliseconds(int(retry_after_s * 1000))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return status
-
-
-def _retry_after_s(error: HeadraceError) -> float:
-    return error.retry_after_s if isinstance(error, Overloaded | Unavailable) else 0.0
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace.errors import HeadraceError, InternalError, Overloaded, Unavailable
+from headrace.errors import HeadraceError, InternalError
 from router.http.call import STATUS, client_left
 
 log = structlog.get_logger()
@@ -23,7 +23,7 @@ _JSON = TypeAdapter(object)
 
 def error_response(error: HeadraceError) -> Response:
     headers: dict[str, str] = {}
-    if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
+    if error.retry_after_s:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     status, _ = STATUS.get(error.code, (500, ""))
     if status == 401:

@@ -74,7 +74,11 @@ class GenerationBody(_Body):
     priority: Int32 | None = None
     service_class: str | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None  # OpenAI's name for much the same
+    prompt_logprobs: Int32 | None = None
     return_token_ids: bool | None = None
+    return_timings: bool | None = None
 
 
 class CompletionBody(GenerationBody):

@@ -25,9 +25,7 @@ from headrace.errors import (
     HeadraceError,
     InternalError,
     InvalidRequest,
-    Overloaded,
     RequestCancelled,
-    Unavailable,
 )
 from router.callers import Callers
 from router.http.json_body import Body, parsed
@@ -125,6 +123,8 @@ class Call:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise RequestCancelled("the client left")
+            if working.cancelled():  # it hung in a write
+                raise RequestCancelled("the client does not read")
             working.result()
         finally:
             working.cancel()
@@ -171,7 +171,7 @@ class Call:
                 await self._end(b"")
             return
         headers: dict[str, str] = {}
-        if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
+        if error.retry_after_s:
             headers["retry-after"] = str(math.ceil(error.retry_after_s))
             headers["retry-after-ms"] = str(math.ceil(1000 * error.retry_after_s))
         if status == 401:

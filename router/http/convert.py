@@ -24,11 +24,11 @@ _COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat's answer has
 # Same name and form here and in proto.SamplingParams.
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "n"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs"),
 )
 # Would change the answer if they were taken; ignoring them would be worse than refusing.
 _REFUSED = (
-    *("suffix", "functions", "function_call", "use_beam_search", "prompt_logprobs", "bad_words", "audio"),
+    *("suffix", "functions", "function_call", "use_beam_search", "bad_words", "audio"),
     *(
         "include_stop_str_in_output",
         "truncate_prompt_tokens",
@@ -47,11 +47,13 @@ def completion_requests(
     prompts = _prompts(body.prompt)
     if not 1 <= len(prompts) <= max_prompts:
         raise InvalidRequest("prompt", f"{len(prompts)} prompts", f"a list has 1 to {max_prompts}")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo", "true", "not together with logprobs, which prompts have none of here")
+    if body.return_timings and len(prompts) > 1:
+        raise InvalidRequest("return_timings", "true", "not with several prompts")
     message = _base(body)
     if body.logprobs is not None:
         message.sampling.logprobs = body.logprobs
+        if body.echo and body.prompt_logprobs is None:
+            message.sampling.prompt_logprobs = body.logprobs
     if body.max_tokens is None:
         message.sampling.max_tokens = _COMPLETION_TOKENS
     if body.add_special_tokens is not None:
@@ -116,8 +118,11 @@ def _base(body: GenerationBody) -> inference_pb2.GenerateRequest:
     best_of, n = (body.model_extra or {}).get("best_of"), 1 if body.n is None else body.n
     if best_of not in (None, n):
         raise InvalidRequest("best_of", best_of, f"must equal n, which is {n}")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", body.prompt_logprobs, "not in a stream")
     message = inference_pb2.GenerateRequest(
         model=body.model or "",
+        session_id=body.session_id or body.prompt_cache_key or "",
         priority=body.priority,
         service_class=body.service_class or "",
         cache_salt=body.cache_salt or "",

@@ -6,10 +6,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from google.protobuf.json_format import MessageToDict
 
 from headrace.rpc.v1 import inference_pb2
 from headrace.tokenizer import Tokenizer
+from router.account import hand_off, timings
 from router.front_door import FrontDoor, Generation
 from router.http.bodies import ChatCompletionBody, CompletionBody, GenerationBody, NamedTool
 from router.http.call import Call
@@ -23,6 +26,7 @@ from router.http.replies import (
     NamedCall,
     NoCalls,
     ParsedCalls,
+    ScoredPrompt,
     Usage,
 )
 from router.http.tool_calls import MARKERS
@@ -45,6 +49,7 @@ class Generator:
         messages = completion_requests(body, call.request_id, self._max_prompts)
         generations = await self._accepted(call, messages)
         tokenizer = self._model.tokenizer
+        scored = [ScoredPrompt(tokenizer, generation.request.token_ids) for generation in generations]
         choices: list[Choice] = [
             CompletionChoice(
                 number * generation.request.sampling.n + answer,
@@ -52,12 +57,13 @@ class Generator:
                 before=_prompt_text(tokenizer, messages[number]) if body.echo else "",
                 with_logprobs=body.logprobs is not None,
                 prompt_ids=generation.request.token_ids if body.return_token_ids else None,
+                scored=scored[number] if body.echo else None,
             )
             for number, generation in enumerate(generations)
             for answer in range(generation.request.sampling.n)
         ]
         head = self._head("cmpl", "text_completion", call)
-        await _Answer(call, body, generations, choices).send(head, head)
+        await _Answer(call, body, generations, choices, scored).send(head, head)
 
     async def chat(self, call: Call) -> None:
         body = await call.parsed(ChatCompletionBody)
@@ -76,7 +82,8 @@ class Generator:
         extra: Json = {"prompt_token_ids": request.token_ids} if body.return_token_ids else {}
         head = self._head("chatcmpl", "chat.completion", call)
         chunk_head = {**head, "object": "chat.completion.chunk"}
-        await _Answer(call, body, generations, choices).send({**head, **extra}, chunk_head, extra)
+        scored = [ScoredPrompt(self._model.tokenizer, request.token_ids)]
+        await _Answer(call, body, generations, choices, scored).send({**head, **extra}, chunk_head, extra)
 
     async def _accepted(
         self, call: Call, messages: Sequence[inference_pb2.GenerateRequest]
@@ -102,6 +109,8 @@ class _Answer:
     body: GenerationBody
     generations: Sequence[Generation]
     choices: Sequence[Choice]
+    scored: Sequence[ScoredPrompt]  # by prompt
+    account: Json = field(default_factory=Json)  # where the time went, once that is known and was asked for
 
     async def send(self, head: Json, chunk_head: Json, first: Json | None = None) -> None:
         """`first` is part of a stream's first chunk. Raises HeadraceError, before the answer or within the stream."""
@@ -112,7 +121,10 @@ class _Answer:
         extra = dict(first or {})
 
         async def on_update(number: int, update: Update) -> None:
-            _count(usage, self.generations[number], update)
+            if update.prompt_logprobs is not None:
+                self.scored[number].entries.extend(update.prompt_logprobs.entries)
+                return
+            self._count(usage, self.generations[number], update)
             choice = self.choices[number * self.generations[number].request.sampling.n + update.choice]
             for entry in choice.chunks(update):
                 if not self.body.stream:
@@ -125,12 +137,33 @@ class _Answer:
 
         await _run(self.generations, on_update)
         if not self.body.stream:
-            entries = [choice.whole() for choice in self.choices]
-            await self.call.json({**head, "choices": entries, "usage": usage.json()})
+            await self.call.json({**head, **self._whole(), "usage": usage.json(), **self.account})
             return
-        if with_usage:
-            await self.call.event({**chunk_head, "choices": [], "usage": usage.json()})
+        if with_usage or self.account:
+            last = {"usage": usage.json()} if with_usage else {}
+            await self.call.event({**chunk_head, "choices": [], **last, **self.account})
         await self.call.end()
+
+    def _whole(self) -> Json:
+        """With log-probabilities of prompts where vLLM has them: for completions in each choice."""
+        entries = [choice.whole() for choice in self.choices]
+        if self.body.prompt_logprobs is None:
+            return {"choices": entries}
+        if isinstance(self.body, ChatCompletionBody):
+            return {"choices": entries, "prompt_logprobs": self.scored[0].json()}
+        per_prompt = len(entries) // len(self.scored)
+        for number, entry in enumerate(entries):
+            entry["prompt_logprobs"] = self.scored[number // per_prompt].json()
+        return {"choices": entries}
+
+    def _count(self, usage: Usage, generation: Generation, update: Update) -> None:
+        usage.completion_tokens += len(update.token_ids)
+        if update.end is None:
+            return
+        usage.cached_tokens += generation.request.cached_tokens(update.end.cached_tokens)
+        if self.body.return_timings:
+            of_time, of_kv = (make(update.end, generation.progress) for make in (timings, hand_off))
+            self.account = {"timings": _as_json(of_time), "hand_off": _as_json(of_kv)}
 
 
 async def _run(
@@ -154,10 +187,8 @@ async def _run(
         raise errors.exceptions[0] from None
 
 
-def _count(usage: Usage, generation: Generation, update: Update) -> None:
-    usage.completion_tokens += len(update.token_ids)
-    if update.end is not None:
-        usage.cached_tokens += generation.request.cached_tokens(update.end.cached_tokens)
+def _as_json(message: inference_pb2.Timings | inference_pb2.HandOff) -> Json:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def _call_source(body: ChatCompletionBody) -> CallSource:

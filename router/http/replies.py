@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from headrace.rpc.v1.inference_pb2 import TokenLogprobs
 from headrace.sampling_params import FinishReason
 from headrace.tokenizer import IncrementalDetokenizer, Tokenizer
 from router.http.tool_calls import FoundCall, ToolCallParser
@@ -33,6 +34,32 @@ class Usage:
         }
 
 
+@dataclass(slots=True)
+class ScoredPrompt:
+    """Log-probabilities of a prompt's tokens: those from the second on, which come before its answers."""
+
+    tokenizer: Tokenizer
+    token_ids: Sequence[int]
+    entries: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+
+    def json(self) -> list[Json | None]:
+        """As vLLM writes them: by token id, nothing for the first token. A rank only of the likeliest."""
+        scored = zip(self.token_ids[1:], self.entries, strict=True)
+        return [None, *(self._alternatives(token_id, entry) for token_id, entry in scored)]
+
+    def _alternatives(self, token_id: int, entry: TokenLogprobs) -> Json:
+        tops = list(entry.top_ids)
+        known = {token_id: entry.logprob, **dict(zip(tops, entry.top_logprobs, strict=True))}
+        return {
+            str(each): {
+                "logprob": logprob,
+                "rank": tops.index(each) + 1 if each in tops else None,
+                "decoded_token": token_text(self.tokenizer, each),
+            }
+            for each, logprob in known.items()
+        }
+
+
 class Choice(Protocol):
     """One answer on its way."""
 
@@ -47,13 +74,16 @@ class Choice(Protocol):
 
 @dataclass(slots=True)
 class CompletionChoice:
-    """Of /v1/completions. `before` is text that the answer begins with: an echo of the prompt."""
+    """Of /v1/completions. `before` is text that the answer begins with: an echo of the prompt, whose log-probabilities
+    are a part of the answer's, too: `scored`.
+    """
 
     index: int
     tokenizer: Tokenizer
     before: str
     with_logprobs: bool
     prompt_ids: Sequence[int] | None  # None: token ids are not asked for
+    scored: ScoredPrompt | None
     _chunks: list[Json] = field(default_factory=list[Json])
     _offset: int = 0
     _counter: IncrementalDetokenizer | None = None
@@ -68,9 +98,10 @@ class CompletionChoice:
             "text": text,
             "logprobs": None,
             "finish_reason": update.finish_reason,
+            "stop_reason": update.matched_stop,
         }
         if self.with_logprobs:
-            chunk["logprobs"] = self._logprobs(update)
+            chunk["logprobs"] = self._logprobs(update, with_prompt=is_first and self.scored is not None)
         if self.prompt_ids is not None:
             chunk["token_ids"] = update.token_ids
             if is_first:
@@ -79,7 +110,8 @@ class CompletionChoice:
         return [chunk]
 
     def whole(self) -> Json:
-        whole = {**self._chunks[0], "finish_reason": self._chunks[-1]["finish_reason"]}
+        last = self._chunks[-1]
+        whole = {**self._chunks[0], **{key: last[key] for key in ("finish_reason", "stop_reason")}}
         whole["text"] = "".join(chunk["text"] for chunk in self._chunks)
         if self.with_logprobs:
             whole["logprobs"] = {
@@ -90,30 +122,30 @@ class CompletionChoice:
             whole["token_ids"] = [token for chunk in self._chunks for token in chunk["token_ids"]]
         return whole
 
-    def _logprobs(self, update: Update) -> Json:
+    def _logprobs(self, update: Update, *, with_prompt: bool) -> Json:
         if self._counter is None:
             self._counter = IncrementalDetokenizer(self.tokenizer)
-            self._offset = len(self.before)
+            self._offset = 0 if with_prompt else len(self.before)
+        token_ids, entries = list(update.token_ids), list[TokenLogprobs | None](update.logprobs)
+        if self.scored is not None and with_prompt:
+            token_ids = [*self.scored.token_ids, *token_ids]
+            entries = [None, *self.scored.entries, *entries]
         offsets: list[int] = []
-        for token_id in update.token_ids:
+        for token_id in token_ids:
             offsets.append(self._offset)
             self._offset += len(self._counter.push([token_id]))
-        pairs = list(zip(update.token_ids, update.logprobs, strict=True))
+        pairs = list(zip(token_ids, entries, strict=True))
         return {
-            "tokens": [token_text(self.tokenizer, token_id) for token_id in update.token_ids],
-            "token_logprobs": [entry.logprob for entry in update.logprobs],
-            "top_logprobs": [
-                {
-                    **{
-                        token_text(self.tokenizer, top): value
-                        for top, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
-                    },
-                    token_text(self.tokenizer, token_id): entry.logprob,
-                }
-                for token_id, entry in pairs
-            ],
+            "tokens": [token_text(self.tokenizer, token_id) for token_id in token_ids],
+            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+            "top_logprobs": [entry and self._top(token_id, entry) for token_id, entry in pairs],
             "text_offset": offsets,
         }
+
+    def _top(self, token_id: int, entry: TokenLogprobs) -> Json:
+        tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        alternatives = {token_text(self.tokenizer, top): value for top, value in tops}
+        return {**alternatives, token_text(self.tokenizer, token_id): entry.logprob}
 
 
 class CallSource(Protocol):
@@ -208,6 +240,7 @@ class ChatChoice:
         self._chunks += new
         if update.finish_reason is not None:
             chunk["finish_reason"] = self._reason(update.finish_reason)
+            chunk["stop_reason"] = update.matched_stop
         return new
 
     def whole(self) -> Json:
@@ -221,6 +254,7 @@ class ChatChoice:
             "message": message,
             "logprobs": None,
             "finish_reason": self._chunks[-1]["finish_reason"],
+            "stop_reason": self._chunks[-1]["stop_reason"],
         }
         if self.with_logprobs:
             entries = [chunk["logprobs"]["content"] for chunk in self._chunks if chunk["logprobs"]]

@@ -17,7 +17,7 @@ from tests.support.base_only import ROOT, blocked_modules, closure, normal, prog
 from tests.support.processes import STOP_TIMEOUT_S, eventually, free_port
 
 PROGRAM = program()
-_DEADLINE_S = 60
+_DEADLINE_S = 100
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ from tests.unit.router.test_service import until
 
 P, D = Role.PREFILL, Role.DECODE
 CHAT = [{"role": "user", "content": "Tell me, in some words, what a headrace is."}]
+PROMPT = "A headrace is"
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}, "n": {"enum": [1, 2]}},
@@ -133,6 +134,64 @@ async def test_pa05_logprobs_are_those_of_the_grpc_door(doors):
     )
     for entry in chat.choices[0].logprobs.content:
         assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)  # greedy
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_pa05_logprobs_of_prompts_are_those_of_the_grpc_door(doors, n):
+    """By themselves, as vLLM writes them, and in front of an answer's where the prompt is echoed."""
+    stub, _, http = doors
+    sampling = {"temperature": 0, "max_tokens": 3, "n": n}
+    request = inference_pb2.GenerateRequest(text=PROMPT, sampling={**sampling, "prompt_logprobs": 2})
+    messages = [message async for message in stub.Generate(request, timeout=30)]
+    entries = [entry for message in messages for entry in message.prompt_logprobs]
+    ids = [token_id for message in messages for token_id in message.prompt_token_ids]
+    body = {"prompt": PROMPT, "prompt_logprobs": 2, "return_token_ids": True, **sampling}
+    choices = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert len(choices) == n
+    for choice in choices:
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        assert choice["prompt_token_ids"][1:] == ids
+        assert [found[str(i)]["logprob"] for i, found in zip(ids, others, strict=True)] == [
+            pytest.approx(entry.logprob, abs=1e-4) for entry in entries
+        ]
+        assert [min(found, key=lambda i: found[i]["rank"] or 9) for found in others] == [
+            str(entry.top_ids[0]) for entry in entries
+        ]
+    chat = {"messages": CHAT, "prompt_logprobs": 0, **sampling}
+    answer = (await http.post("/v1/chat/completions", json=chat)).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    echo = {"prompt": PROMPT, "echo": True, "logprobs": 2, **sampling}
+    whole = (await http.post("/v1/completions", json=echo)).json()["choices"]
+    streamed = events((await http.post("/v1/completions", json={**echo, "stream": True})).text)
+    for index, choice in enumerate(whole):
+        found = choice["logprobs"]
+        assert choice["text"].startswith(PROMPT)
+        assert found["token_logprobs"][0] is None
+        assert found["token_logprobs"][1 : 1 + len(ids)] == [
+            pytest.approx(entry.logprob, abs=1e-4) for entry in entries
+        ]
+        assert len(found["tokens"]) == 1 + len(ids) + 3
+        assert found["text_offset"][0] == 0
+        assert found["text_offset"][1 + len(ids)] == len(PROMPT)
+        parts = [c["choices"][0]["logprobs"] for c in streamed if c["choices"][0]["index"] == index]
+        assert [token for part in parts for token in part["tokens"]] == found["tokens"]
+
+
+async def test_where_the_time_went_on_request(doors):
+    _, _, http = doors
+    body = {"messages": CHAT, "max_tokens": 4, "temperature": 0, "return_timings": True}
+    whole = (await http.post("/v1/chat/completions", json=body)).json()
+    last = events((await http.post("/v1/chat/completions", json={**body, "stream": True})).text)[-1]
+    for answer in (whole, last):
+        timings, hand_off = answer["timings"], answer["hand_off"]
+        assert 0 < timings["time_to_first_token_s"] <= timings["total_s"]
+        parts = timings["queue_s"] + timings["prefill_s"]
+        assert parts == pytest.approx(timings["time_to_first_token_s"])
+        assert hand_off["decode_worker"]
+    assert whole["hand_off"]["prefill_worker"]
+    plain = (await http.post("/v1/chat/completions", json={**body, "return_timings": False})).json()
+    assert "timings" not in plain
 
 
 async def test_structured_answers_and_their_refusal(doors):

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headrace.bench.certificates import Files
 from headrace.cluster.exposure import check_exposure
 from headrace.config import Settings
 from headrace.rpc.tls import Part
 from tests.security.test_tls import channel_of, outcomes, worker_at
-from tests.support.certificates import Files
 
 TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.bench.certificates import Authority
 from headrace.cluster.exposure import check_exposure, is_loopback
 from headrace.config import Settings, load
 from headrace.errors import InvalidRequest
 from headrace.rpc.tls import Part
-from tests.support.certificates import Authority
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import grpc
 import httpx2
 import pytest
 
+from headrace.bench.certificates import Authority
 from headrace.cluster.redis_server import RedisServer
 from headrace.cluster.worker_process import WorkerProcess
 from headrace.config import Settings
@@ -26,7 +27,6 @@ from headrace.rpc.v1 import (
 from router.app import Router
 from router.callers import make_callers
 from tests.security.test_credentials import new_key
-from tests.support.certificates import Authority
 from tests.support.fleet import BLOCK_SIZE, fleet_settings
 
 PROMPT = list(range(10, 10 + 6 * BLOCK_SIZE))

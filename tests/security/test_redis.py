@@ -8,11 +8,11 @@ import ssl
 import pytest
 import redis
 
+from headrace.bench.certificates import DAY, Authority, Files
 from headrace.cluster.redis_server import RedisServer
 from headrace.config import DirectorySettings
 from headrace.directory.redis_directory import RedisDirectory
 from headrace.errors import InvalidRequest, Unavailable
-from tests.support.certificates import DAY, Authority, Files
 
 
 class TlsProxy:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.bench.certificates import Authority
 from headrace.cluster.local_cluster import LocalCluster
 from headrace.cluster.running import RunningCluster, announce
 from headrace.config import Settings
 from tests.security.test_credentials import new_key
-from tests.support.certificates import Authority
 from tests.support.processes import children_of
 from tests.support.tiny_llama import write_tiny_llama
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.bench.certificates import DAY, Authority, Files
 from headrace.config import RpcSettings, SecuritySettings
 from headrace.errors import InvalidRequest
 from headrace.rpc.channel import open_channel
@@ -24,7 +25,6 @@ from headrace.rpc.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.support.certificates import DAY, Authority, Files
 
 WORKER_NAME = "worker.default.headrace.internal"
 

@@ -71,3 +71,15 @@ def test_what_does_not_fit_into_memory_is_skipped_with_its_reason(tmp_path, monk
 def test_numbers_out_of_range_are_named():
     with pytest.raises(InvalidRequest, match="--workers"):
         bench("--workers", "0")
+
+
+def test_overhead_of_metrics_traces_and_tls(tmp_path):
+    path = tmp_path / "rows.json"
+    result = bench("--overhead", "1", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = {row["extra"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["none", "metrics", "traces", "tls"]
+    assert {rows["none"][key] for key in ("tokens_ratio", "cpu_ratio", "latency_ratio")} == {1.0}
+    assert all(
+        row["relayed_tokens_per_s"] > 0 and row["router_cpu_us_per_token"] > 0 for row in rows.values()
+    )

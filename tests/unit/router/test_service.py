@@ -61,12 +61,15 @@ async def front(files, *, with_worker=True, max_prompt_bytes=1000, callers=None,
     if with_worker:
         view.admit(record(files, "d0", Role.DECODE, worker_address))
         view.admit(record(files, "p0", Role.PREFILL, "127.0.0.1:1"))
-    settings = RouterSettings.model_validate({"placement_timeout_s": 0.1, **router})
+    settings = RouterSettings.model_validate(
+        {"placement_timeout_s": 0.1, "default_timeout_s": 30.0, **router}
+    )
     sessions = Sessions(RPC, view.mark_gone, settings.max_unread_tokens)
     breakers = Breakers(HealthProbe(view, RPC))
     dispatcher = Dispatcher(view, sessions, breakers, load_policy("predicted_time"), model, settings)
     server = RpcServer(RPC, SERVICES)
-    door = FrontDoor(RequestParser(model, max_prompt_bytes, settings.classes), dispatcher, 30.0, callers)
+    parser = RequestParser(model, max_prompt_bytes, settings.classes)
+    door = FrontDoor(parser, dispatcher, settings.default_timeout_s, callers)
     add_services(server, door, model, view, lambda: bool(view.workers))
     address = await server.start()
     channel = open_channel(address, RPC)

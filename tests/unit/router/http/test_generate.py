@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from unittest.mock import patch
 
 import pytest
 
@@ -188,9 +189,40 @@ async def test_an_echo_of_the_prompt(tiny_model_files):
         for prompt in ("héllo ", w.tokens("héllo ")):
             whole, chunks = await w.both("/v1/completions", "world", prompt=prompt, echo=True)
             assert whole["choices"][0]["text"] == text_of(chunks) == "héllo world"
-        refused = await w.post("/v1/completions", prompt="x", echo=True, logprobs=1)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})]
+)
+async def test_what_ended_an_answer(tiny_model_files, path, body):
+    async with web(tiny_model_files) as w:
+        for stop, expected in (({"stop": ["GH"]}, "GH"), ({"stop": ["Z"]}, None)):
+            whole, chunks = await w.both(path, "ABCDEFGHIJKL", **body, **stop)
+            assert whole["choices"][0]["stop_reason"] == expected
+            assert chunks[-1]["choices"][0]["stop_reason"] == expected
+
+
+async def test_hints_and_what_does_not_go_together(tiny_model_files):
+    async with web(tiny_model_files) as w:
+        sessions = []
+        for hint in ({"session_id": "one"}, {"prompt_cache_key": "one"}, {}):
+            with patch.object(
+                w.front.dispatcher, "_request_view", wraps=w.front.dispatcher._request_view
+            ) as view:
+                response, _ = await asyncio.gather(
+                    w.post("/v1/completions", prompt="x", **hint), w.answer("a")
+                )
+            assert response.status_code == 200
+            sessions.append(view.call_args.args[0].session_id)
+        assert sessions == ["one", "one", ""]
+        for field, body in (
+            ("prompt_logprobs", {"prompt": "x", "prompt_logprobs": 1, "stream": True}),
+            ("prompt_logprobs", {"prompt": "x", "prompt_logprobs": -1}),
+            ("return_timings", {"prompt": ["x", "y"], "return_timings": True}),
+        ):
+            response = await w.post("/v1/completions", **body)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == field
 
 
 async def test_sampling_fields_reach_the_worker(tiny_model_files):
@@ -332,7 +364,6 @@ async def test_unknown_fields_are_ignored_and_unsupported_ones_are_not(tiny_mode
         for name, value in (
             ("suffix", "x"),
             ("best_of", 2),
-            ("prompt_logprobs", 1),
             ("bad_words", ["x"]),
             ("skip_special_tokens", False),
             ("include_stop_str_in_output", True),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -40,13 +42,23 @@ class Authority:
         self.ca = folder / f"{name}.pem"
         self.ca.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def member(self, role: str, cluster: str = "default", name: str = "", file: str = "", **options) -> Files:
+    def member(
+        self, role: str, cluster: str = "default", name: str = "", file: str = "", **options: Any
+    ) -> Files:
         """For a process of a cluster; on 127.0.0.1 for its clients."""
         uri = f"spiffe://headrace/{cluster}/{role}" + (f"/{name}" if name else "")
         dns = f"{role}.{cluster}.headrace.internal"
         return self.issue(file or f"{role}{name}", uris=[uri], names=[dns], **options)
 
-    def issue(self, file: str, *, uris=(), names=(), addresses=("127.0.0.1",), valid_for=DAY) -> Files:
+    def issue(
+        self,
+        file: str,
+        *,
+        uris: Sequence[str] = (),
+        names: Sequence[str] = (),
+        addresses: Sequence[str] = ("127.0.0.1",),
+        valid_for: datetime.timedelta = DAY,
+    ) -> Files:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, file)])
         alternatives = [
@@ -70,7 +82,9 @@ class Authority:
         )
         return files
 
-    def _builder(self, subject, public_key, valid_for) -> x509.CertificateBuilder:
+    def _builder(
+        self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey, valid_for: datetime.timedelta
+    ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
