@@ -296,6 +296,7 @@ class TlsSecrets(_Values):
 
     router: str = ""
     worker: str = ""
+    launcher: str = Field(default="", description="with rayCluster: has both of these names")
 
 
 class Tls(_Values):
@@ -383,6 +384,22 @@ class Metrics(_Values):
     alerts: Alerts = Field(default=Alerts(), description="PrometheusRule")
 
 
+class RayPods(_Values):
+    resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"}, limits={"memory": "4Gi"})
+    node_selector: dict[str, str] = {}
+    tolerations: list[Object] = []
+
+
+class RayCluster(_Values):
+    """Pools as pods of KubeRay (1.5.1 or newer), not StatefulSets; `headrace up` places the workers in them."""
+
+    enabled: bool = False
+    ray_version: str = "2.60.0"
+    image: Image = Image(repository="headrace-ray")
+    head: RayPods = RayPods()
+    launcher: RayPods = RayPods()
+
+
 class Values(_Values):
     name_override: str = ""
     fullname_override: str = ""
@@ -409,6 +426,7 @@ class Values(_Values):
         description="by name, with the fields of poolDefaults; at least one that decodes",
         min_length=1,
     )
+    ray_cluster: RayCluster = RayCluster()
     redis: Redis = Redis()
     model_cache: ModelCache = ModelCache()
     network_policy: NetworkPolicy = NetworkPolicy()

@@ -23,7 +23,7 @@ from tests.support.command_line import assignments, parsed_arguments
 
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILE = DOCKER / "Dockerfile"
-TARGETS = ("router", "worker-cpu", "worker-cuda")
+TARGETS = ("router", "worker-cpu", "worker-cuda", "ray")
 
 
 def instructions(target: str | None = None) -> list[tuple[str, str]]:
@@ -85,7 +85,10 @@ def test_versions_are_pinned():
     assert image and re.fullmatch(r"3\.11\.\d+-slim-[a-z]+", image[1])
     for name, rest in instructions():
         if name == "FROM":
-            assert rest.startswith("${PYTHON_IMAGE} AS") or rest.split()[0] == "runtime", rest
+            assert rest.startswith("${PYTHON_IMAGE} AS") or rest.split()[0] in (
+                "runtime",
+                "worker-cpu-packages",
+            )
         for command in re.findall(r"pip (?:install|wheel) [^&]*", rest):
             assert "--constraint" in command or "--no-deps" in command, command
 

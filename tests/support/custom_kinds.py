@@ -4,6 +4,7 @@ Fields and types after the projects' own references, as far as the chart uses th
 https://cert-manager.io/docs/reference/api-docs/#cert-manager.io/v1.CertificateSpec
 https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.ServiceMonitorSpec
 https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.PrometheusRuleSpec
+https://docs.ray.io/en/master/cluster/kubernetes/references/api.html (RayClusterSpec, HeadGroupSpec, WorkerGroupSpec)
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def many(items: _Schema) -> _Schema:
     return {"type": "array", "items": items, "minItems": 1}
 
 
+_COUNT: _Schema = {"type": "integer", "minimum": 0}
+# Its values are texts, numbers included; its pods are validated as pods.
+_RAY_GROUP: _Schema = {"rayStartParams": LABELS, "template": {"type": "object"}}
 _USAGES = ["digital signature", "key encipherment", "server auth", "client auth"]
 _ALERT = obj(
     {"alert": TEXT, "expr": TEXT},
@@ -71,6 +75,22 @@ SPECS: dict[tuple[str, str], _Schema] = {
             "endpoints": many(obj({"port": TEXT}, {"path": TEXT, "interval": DURATION})),
         },
         {"podTargetLabels": many(TEXT), "jobLabel": TEXT},
+    ),
+    ("ray.io/v1", "RayCluster"): obj(
+        {
+            "rayVersion": TEXT,
+            "headGroupSpec": obj(_RAY_GROUP),
+            "workerGroupSpecs": many(
+                obj(
+                    {**_RAY_GROUP, "groupName": TEXT},
+                    {"replicas": _COUNT, "minReplicas": _COUNT, "maxReplicas": _COUNT},
+                )
+            ),
+        },
+        {
+            "authOptions": obj({"mode": {"enum": ["disabled", "token"]}}),
+            "enableInTreeAutoscaling": {"type": "boolean"},
+        },
     ),
     ("monitoring.coreos.com/v1", "PrometheusRule"): obj(
         {"groups": many(obj({"name": TEXT, "rules": many(_ALERT)}, {"interval": DURATION}))}

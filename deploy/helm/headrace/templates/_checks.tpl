@@ -9,10 +9,13 @@
 {{- range $name, $_ := $v.pools -}}
 {{- $pool := include "headrace.pool" (list $ $name) | fromJson -}}
 {{- $decodes = or $decodes (eq $pool.role "decode") -}}
-{{- if eq $name "router" "redis" "metrics" "pods" -}}
+{{- if eq $name "router" "redis" "metrics" "pods" "launcher" "ray-head" -}}
 {{- fail (printf "pools.%s: this name is taken; choose another" $name) -}}
 {{- end -}}
 {{- include "headrace.checkComponent" (list $ $name (printf "pools.%s" $name) $pool) -}}
+{{- if $v.rayCluster.enabled -}}
+{{- include "headrace.checkRayPool" (list $ $name $pool) -}}
+{{- end -}}
 {{- end -}}
 {{- if not $decodes -}}
 {{- fail "pools: at least one pool needs role decode; workers that prefill do not answer by themselves" -}}
@@ -32,7 +35,7 @@
 {{- end -}}
 {{- end -}}
 {{- if eq $v.tls.mode "secrets" -}}
-{{- range $part := list "router" "worker" -}}
+{{- range $part := concat (list "router" "worker") ($v.rayCluster.enabled | ternary (list "launcher") list) -}}
 {{- if not (get $v.tls.secrets $part) -}}
 {{- fail (printf "tls.secrets.%s is empty: with tls.mode secrets it names the Secret with tls.crt, tls.key and ca.crt" $part) -}}
 {{- end -}}
@@ -82,5 +85,22 @@
 {{- if regexMatch "^HEADRACE_(MODEL__|DIRECTORY__|ENGINE__(BLOCK_SIZE_TOKENS|KV_QUANTIZATION)$|KV__(TRANSPORT|LEASE_TTL_S)$|RPC__(HOST|PORT|TLS|ADVERTISE_HOST)|HTTP__(HOST|PORT|ENABLED)$|TELEMETRY__METRICS_PORT$|SECURITY__)" .name -}}
 {{- fail (printf "%s.env: %s is for all processes alike: set it under settings, or by the value that the chart has for it" $key .name) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* list root name pool: Ray's workers get one set of settings, from the launcher. */}}
+{{- define "headrace.checkRayPool" -}}
+{{- $key := printf "pools.%s (or poolDefaults)" (index . 1) -}}
+{{- $pool := index . 2 -}}
+{{- range $field := list "settings" "extraArgs" -}}
+{{- if get $pool $field -}}
+{{- fail (printf "%s.%s is not empty: with rayCluster.enabled all workers have the same settings; use settings" $key $field) -}}
+{{- end -}}
+{{- end -}}
+{{- if $pool.diskCache.enabled -}}
+{{- fail (printf "%s.diskCache.enabled: Ray's pods have no volume of their own that outlives them" $key) -}}
+{{- end -}}
+{{- if $pool.hostNetwork -}}
+{{- fail (printf "%s.hostNetwork: KubeRay's pods use Ray's ports, which would be the machine's" $key) -}}
 {{- end -}}
 {{- end -}}

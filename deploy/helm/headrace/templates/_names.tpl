@@ -9,12 +9,13 @@
 {{- end -}}
 {{- end -}}
 
-{{/* list root suffix: at most 50 characters; what had to be cut keeps a hash, so that two long names stay two. */}}
+{{/* list root suffix [room]: at most 50 characters, less `room`; what had to be cut keeps a hash, so that two long names
+stay two. */}}
 {{- define "headrace.name" -}}
 {{- $root := index . 0 -}}
 {{- $suffix := index . 1 -}}
 {{- $whole := include "headrace.fullname" $root -}}
-{{- $room := int (sub 49 (len $suffix)) -}}
+{{- $room := int (sub (sub 49 (len $suffix)) (gt (len .) 2 | ternary (last .) 0)) -}}
 {{- if gt (len $whole) $room -}}
 {{- $whole = printf "%s-%s" ($whole | trunc (int (sub $room 7)) | trimSuffix "-") ($whole | sha256sum | trunc 6) -}}
 {{- end -}}
@@ -41,6 +42,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{- define "headrace.serviceAccount" -}}
 {{- default (.Values.serviceAccount.create | ternary (include "headrace.name" (list . "pods")) "default") .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{/* The operator appends -head-svc for a service, and cuts what is then longer than 50. */}}
+{{- define "headrace.rayName" -}}
+{{- include "headrace.name" (list . "ray" 9) -}}
 {{- end -}}
 
 {{/* list root image */}}
@@ -70,7 +76,20 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{/* list root name: a pool's values, over poolDefaults. As JSON. */}}
 {{- define "headrace.pool" -}}
 {{- $root := index . 0 -}}
-{{- include "headrace.merged" (list $root.Values.poolDefaults (get $root.Values.pools (index . 1))) -}}
+{{- $own := get $root.Values.pools (index . 1) -}}
+{{- $ray := $root.Values.rayCluster -}}
+{{- $pool := include "headrace.merged" (list $root.Values.poolDefaults $own) | fromJson -}}
+{{- toJson ($ray.enabled | ternary (set $pool "image" $ray.image) $pool) -}}
+{{- end -}}
+
+{{/* component: "true" for a pool */}}
+{{- define "headrace.isWorker" -}}
+{{- if not (has . (list "router" "ray-head" "launcher")) }}true{{ end -}}
+{{- end -}}
+
+{{/* component: whose certificate its processes show */}}
+{{- define "headrace.part" -}}
+{{- if eq . "launcher" }}launcher{{ else if include "headrace.isWorker" . }}worker{{ else }}router{{ end -}}
 {{- end -}}
 
 {{- define "headrace.redisSecret" -}}
@@ -87,7 +106,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- default (printf "redis://%s:6379/0" (include "headrace.name" (list . "redis"))) .Values.redis.external.url -}}
 {{- end -}}
 
-{{/* list root part: name of the Secret with its certificate; part is router or worker */}}
+{{/* list root part: name of the Secret with its certificate; part is router, worker or launcher */}}
 {{- define "headrace.tlsSecret" -}}
 {{- $root := index . 0 -}}
 {{- $tls := $root.Values.tls -}}
@@ -100,8 +119,12 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{/* list root component: the values of the router or of a pool. As JSON. */}}
 {{- define "headrace.component" -}}
+{{- $v := (index . 0).Values -}}
 {{- if eq (index . 1) "router" -}}
-{{- toJson (index . 0).Values.router -}}
+{{- toJson $v.router -}}
+{{- else if eq (index . 1) "ray-head" "launcher" -}}
+{{- $of := get $v.rayCluster (eq (index . 1) "launcher" | ternary "launcher" "head") -}}
+{{- include "headrace.merged" (list $v.router (merge (dict "image" $v.rayCluster.image "preStopSeconds" 0) $of)) -}}
 {{- else -}}
 {{- include "headrace.pool" . -}}
 {{- end -}}

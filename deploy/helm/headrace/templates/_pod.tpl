@@ -11,8 +11,11 @@ metadata:
     {{- end }}
   labels:
     {{- include "headrace.labels" (list $root $component) | nindent 4 }}
+    # Ray's machines reach one another at all ports, as workers do.
     headrace/part: {{ eq $component "router" | ternary "router" "worker" }}
+    {{- if ne $component "launcher" }}
     headrace/metrics: "true"
+    {{- end }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -20,6 +23,7 @@ spec:
   {{- include "headrace.podSpec" . | nindent 2 }}
 {{- end -}}
 
+{{/* list root component values [template of its container] */}}
 {{- define "headrace.podSpec" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -72,7 +76,7 @@ securityContext:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 containers:
-  - {{- include "headrace.container" . | nindent 4 }}
+  - {{- include (gt (len .) 3 | ternary (last .) "headrace.container") . | nindent 4 }}
 volumes:
   {{- include "headrace.volumes" . | nindent 2 }}
 {{- end -}}
@@ -176,8 +180,10 @@ volumeMounts:
 {{- range $name := include "headrace.secretVolumes" . | fromJson | keys | sortAlpha }}
 - {name: {{ $name }}, mountPath: /etc/headrace/{{ $name }}, readOnly: true}
 {{- end }}
-{{- if ne (index . 1) "router" }}
+{{- if or (include "headrace.isWorker" (index . 1)) (eq (index . 1) "ray-head") }}
 - {name: shared-memory, mountPath: /dev/shm}
+{{- end }}
+{{- if include "headrace.isWorker" (index . 1) }}
 {{- if $values.diskCache.enabled }}
 - {name: disk-cache, mountPath: /var/cache/headrace/blocks}
 {{- end }}
@@ -193,7 +199,7 @@ volumeMounts:
 {{- $values := index . 2 -}}
 {{- $cache := $root.Values.modelCache -}}
 - name: settings
-  configMap: {name: {{ include "headrace.name" (list $root $component) }}}
+  configMap: {name: {{ include "headrace.name" (list $root (eq $component "ray-head" | ternary "launcher" $component)) }}}
 - name: tmp
   emptyDir: {}
 {{- if eq $cache.type "emptyDir" }}
@@ -202,7 +208,7 @@ volumeMounts:
 {{- else if eq $cache.type "shared" }}
 - name: model-cache
   persistentVolumeClaim: {claimName: {{ default (include "headrace.name" (list $root "models")) $cache.existingClaim }}}
-{{- else if eq $component "router" }}
+{{- else if or (ne (include "headrace.isWorker" $component) "true") $root.Values.rayCluster.enabled }}
 - name: model-cache
   ephemeral:
     volumeClaimTemplate:
@@ -219,9 +225,9 @@ volumeMounts:
       - {key: {{ $key | quote }}, path: {{ $path }}}
       {{- end }}
 {{- end }}
-{{- if ne $component "router" }}
+{{- if or (include "headrace.isWorker" $component) (eq $component "ray-head") }}
 - name: shared-memory
-  emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ default $root.Values.poolDefaults.sharedMemory $values.sharedMemory }}}
 {{- end }}
 {{- with $values.volumes }}
 {{ toYaml . }}
@@ -231,7 +237,7 @@ volumeMounts:
 {{/* list root component …: by the name of the volume, which is its folder under /etc/headrace. As JSON. */}}
 {{- define "headrace.secretVolumes" -}}
 {{- $root := index . 0 -}}
-{{- $isRouter := eq (index . 1) "router" -}}
+{{- $isRouter := not (include "headrace.isWorker" (index . 1)) -}}
 {{- $v := $root.Values -}}
 {{- $volumes := dict -}}
 {{- with include "headrace.redisSecret" $root | fromJson -}}
@@ -241,7 +247,7 @@ volumeMounts:
 {{- $_ := set $volumes "redis-ca" (dict "name" $v.redis.external.ca.name "items" (dict $v.redis.external.ca.key "ca.crt")) -}}
 {{- end -}}
 {{- if ne $v.tls.mode "none" -}}
-{{- $secret := include "headrace.tlsSecret" (list $root ($isRouter | ternary "router" "worker")) -}}
+{{- $secret := include "headrace.tlsSecret" (list $root (include "headrace.part" (index . 1))) -}}
 {{- $_ := set $volumes "tls" (dict "name" $secret "items" (dict "tls.crt" "tls.crt" "tls.key" "tls.key" "ca.crt" "ca.crt")) -}}
 {{- end -}}
 {{- if $isRouter -}}

@@ -1,11 +1,11 @@
 {{/* What goes into a process's file of settings. Passwords and keys are files of their own, named here. */}}
 
-{{/* list root component values: settings of its process. As JSON. `component` is router or the name of a pool. */}}
+{{/* list root component values: settings of its process. As JSON. `component` is router, ray-head, launcher or a pool. */}}
 {{- define "headrace.settings" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
 {{- $values := index . 2 -}}
-{{- $isRouter := eq $component "router" -}}
+{{- $isRouter := not (include "headrace.isWorker" $component) -}}
 {{- $v := $root.Values -}}
 {{- $directory := dict "url" (include "headrace.redisUrl" $root) -}}
 {{- if (include "headrace.redisSecret" $root | fromJson).name -}}
@@ -38,6 +38,10 @@
 {{- else -}}
 {{- if $values.diskCache.enabled }}{{ $_ := set $derived "engine" (dict "disk_cache_dir" "/var/cache/headrace/blocks") }}{{ end -}}
 {{- if and $values.rdma.resource $values.rdma.require }}{{ $_ := set $derived "kv" (dict "require_rdma" true) }}{{ end -}}
+{{- end -}}
+{{- if eq $component "launcher" -}}
+{{- $_ := set $rpc "port" 8471 -}}
+{{- $_ := set $derived "ray" (dict "router" (dict "headrace_router" 1) "prefill" (dict "headrace_prefill" 1) "decode" (dict "headrace_decode" 1)) -}}
 {{- end -}}
 {{- $own := include "headrace.merged" (list $v.settings $values.settings) | fromJson -}}
 {{- include "headrace.merged" (list $own $derived) -}}
