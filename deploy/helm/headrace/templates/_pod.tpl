@@ -109,8 +109,8 @@ env:
   - name: HF_HOME
     value: /var/cache/headrace/models/huggingface
   {{- $engine := default dict (include "headrace.settings" . | fromJson).engine }}
-  {{- if not (or $isRouter $engine.num_threads) }}
-  # What the pod may use, not what the machine has: threads without cores of their own wait for one another.
+  {{- if not (or $isRouter $engine.num_threads (gt (int $engine.tensor_parallel_size) 1)) }}
+  # What the pod may use, not what the machine has: threads without cores of their own wait for one another. Ranks share it.
   - name: HEADRACE_ENGINE__NUM_THREADS
     valueFrom: {resourceFieldRef: {resource: requests.cpu}}
   {{- end }}
