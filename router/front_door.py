@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import structlog
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, InvalidRequest
 from headrace.rpc.v1 import inference_pb2
 from headrace.tracing import Tracing
 from router.callers import Anyone, Callers
@@ -55,7 +55,7 @@ class Generation:
             outcome = OK
         except HeadraceError as error:
             outcome = error.code
-            self.progress.span.fail(str(error))
+            self.progress.span.fail(_public(error))
             raise
         finally:
             self._tally.ended(outcome, passing, self.progress, len(self.request.token_ids))
@@ -83,6 +83,11 @@ class Generation:
             dispatches=self.progress.num_dispatches,
             seconds=round(time.monotonic() - self.progress.arrived_at, 4),
         )
+
+
+def _public(error: HeadraceError) -> str:
+    """Without what the caller wrote: nothing of a prompt goes where traces are kept."""
+    return f"{error.field}: {error.requirement}" if isinstance(error, InvalidRequest) else str(error)
 
 
 class FrontDoor:
@@ -118,7 +123,7 @@ class FrontDoor:
         try:
             request = await self.parser.generation(message, limit_s, caller)
         except HeadraceError as error:
-            progress.span.fail(str(error))
+            progress.span.fail(_public(error))
             progress.span.end()
             raise
         progress.span.note(request_id=request.label, id=request.id)

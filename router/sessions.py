@@ -290,7 +290,8 @@ class Sessions:
         try:
             return await asyncio.shield(task)
         except WorkerGone:
-            self._opening.pop(incarnation, None)
+            if self._opening.get(incarnation) is task:  # and not one that another request has begun since
+                del self._opening[incarnation]
             raise
 
     @property

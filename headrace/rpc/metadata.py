@@ -13,7 +13,7 @@ REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
 TRACESTATE_KEY = "tracestate"
 
-_TRACEPARENT = re.compile(
+TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[ -~]{0,256})?"
 )
 _MAX_ECHOED_BYTES = 512  # W3C asks for as much of tracestate to be passed on
@@ -44,7 +44,7 @@ def metadata_of(context: grpc.aio.ServicerContext[Any, Any], request_id: str = "
     for key, value in context.invocation_metadata() or ():
         found.setdefault(key, value if isinstance(value, str) else value.decode(errors="replace"))
     traceparent = found.get(TRACEPARENT_KEY, "")
-    is_traced = _TRACEPARENT.fullmatch(traceparent) is not None
+    is_traced = TRACEPARENT.fullmatch(traceparent) is not None
     return CallMetadata(
         authorization=found.get("authorization", ""),
         request_id=request_id or found.get(REQUEST_ID_KEY, "") or uuid.uuid4().hex,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
@@ -27,6 +26,7 @@ from headrace.errors import (
     InvalidRequest,
     RequestCancelled,
 )
+from headrace.rpc.metadata import TRACEPARENT
 from router.callers import Callers
 from router.http.json_body import Body, parsed
 
@@ -44,7 +44,6 @@ STATUS = {  # and the kind, as OpenAI names it
     Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
 _PUBLIC_NAMES = {"text": "prompt", "token_ids": "prompt", "chat": "messages", "grammar": "response_format"}
-_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class BodyTooLarge(InvalidRequest):
@@ -73,7 +72,7 @@ class Call:
     def trace(self) -> dict[str, str]:
         """The caller's W3C trace context, for the request's log lines; empty for none that is valid."""
         found = self.headers.get("traceparent", "")
-        return {"traceparent": found} if _TRACEPARENT.fullmatch(found) else {}
+        return {"traceparent": found} if TRACEPARENT.fullmatch(found) else {}
 
     @property
     def timeout_s(self) -> float | None:

@@ -50,6 +50,8 @@ def completion_requests(
     prompts = _prompts(body.prompt)
     if not 1 <= len(prompts) <= max_prompts:
         raise InvalidRequest("prompt", f"{len(prompts)} prompts", f"a list has 1 to {max_prompts}")
+    if body.echo and body.logprobs is not None and body.stream:
+        raise InvalidRequest("echo", "true", "not together with logprobs in a stream")
     if body.return_timings and len(prompts) > 1:
         raise InvalidRequest("return_timings", "true", "not with several prompts")
     message = _base(body)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.json_format import MessageToDict
 
-from headrace.errors import RequestCancelled
+from headrace.errors import InvalidRequest, RequestCancelled
 from headrace.rpc.v1 import inference_pb2
 from headrace.tokenizer import Tokenizer
 from router.account import hand_off, timings
@@ -34,6 +34,8 @@ from router.http.tool_calls import MARKERS
 from router.request_run import Update
 from router.requests import ServedModel
 
+_MAX_PROMPT_SCORES = 100_000  # some 10 MB as JSON
+
 
 class Generator:
     """Both endpoints, as `Endpoint` calls them."""
@@ -49,6 +51,7 @@ class Generator:
         body = await call.parsed(CompletionBody)
         messages = completion_requests(body, call.request_id, self._max_prompts)
         generations = await self._accepted(call, messages)
+        _check_scores(generations, body, sum(each.request.sampling.n for each in generations))
         tokenizer = self._model.tokenizer
         scored = [ScoredPrompt(tokenizer, generation.request.token_ids) for generation in generations]
         choices: list[Choice] = [
@@ -69,6 +72,7 @@ class Generator:
     async def chat(self, call: Call) -> None:
         body = await call.parsed(ChatCompletionBody)
         generations = await self._accepted(call, [chat_request(body, call.request_id, self._marker_ids)])
+        _check_scores(generations, body, 1)
         request = generations[0].request
         choices: list[Choice] = [
             ChatChoice(
@@ -138,7 +142,10 @@ class _Answer:
 
         await _run(self.generations, on_update)
         if not self.body.stream:
-            await self.call.json({**head, **self._whole(), "usage": usage.json(), **self.account})
+            # Log-probabilities of a long prompt are megabytes: others are served meanwhile.
+            is_large = any(scored.entries for scored in self.scored)
+            whole = await asyncio.to_thread(self._whole) if is_large else self._whole()
+            await self.call.json({**head, **whole, "usage": usage.json(), **self.account})
             return
         if with_usage or self.account:
             last = {"usage": usage.json()} if with_usage else {}
@@ -189,6 +196,18 @@ async def _run(
         raise errors.exceptions[0] from None
     if any(task.cancelled() for task in tasks):  # a group takes that for an end like any other
         raise RequestCancelled("the client does not read")
+
+
+def _check_scores(generations: Sequence[Generation], body: GenerationBody, copies: int) -> None:
+    """Each is written into the answer as often as there are `copies`. Raises InvalidRequest."""
+    num_top = generations[0].request.sampling.prompt_logprobs
+    if num_top is None:
+        return
+    num_scores = max(len(each.request.token_ids) for each in generations) * (num_top + 1) * copies
+    if num_scores > _MAX_PROMPT_SCORES:
+        field, value = ("echo", True) if body.prompt_logprobs is None else ("prompt_logprobs", num_top)
+        limit = f"at most {_MAX_PROMPT_SCORES:,} log-probabilities of prompts, all choices together"
+        raise InvalidRequest(field, value, f"{limit}; here it would be {num_scores:,}")
 
 
 def _as_json(message: inference_pb2.Timings | inference_pb2.HandOff) -> Json:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 from headrace.rpc.v1.inference_pb2 import TokenLogprobs
@@ -101,7 +102,7 @@ class CompletionChoice:
             "stop_reason": update.matched_stop,
         }
         if self.with_logprobs:
-            chunk["logprobs"] = self._logprobs(update, with_prompt=is_first and self.scored is not None)
+            chunk["logprobs"] = self._of_update(update)
         if self.prompt_ids is not None:
             chunk["token_ids"] = update.token_ids
             if is_first:
@@ -114,33 +115,43 @@ class CompletionChoice:
         whole = {**self._chunks[0], **{key: last[key] for key in ("finish_reason", "stop_reason")}}
         whole["text"] = "".join(chunk["text"] for chunk in self._chunks)
         if self.with_logprobs:
-            whole["logprobs"] = {
-                key: [entry for chunk in self._chunks for entry in chunk["logprobs"][key]]
-                for key in self._chunks[0]["logprobs"]
-            }
+            parts = [chunk["logprobs"] for chunk in self._chunks]
+            if self.scored is not None:
+                parts.insert(0, self._of_prompt(self.scored))
+            whole["logprobs"] = {key: [entry for part in parts for entry in part[key]] for key in parts[-1]}
         if self.prompt_ids is not None:
             whole["token_ids"] = [token for chunk in self._chunks for token in chunk["token_ids"]]
         return whole
 
-    def _logprobs(self, update: Update, *, with_prompt: bool) -> Json:
+    def _of_update(self, update: Update) -> Json:
         if self._counter is None:
             self._counter = IncrementalDetokenizer(self.tokenizer)
-            self._offset = 0 if with_prompt else len(self.before)
-        token_ids, entries = list(update.token_ids), list[TokenLogprobs | None](update.logprobs)
-        if self.scored is not None and with_prompt:
-            token_ids = [*self.scored.token_ids, *token_ids]
-            entries = [None, *self.scored.entries, *entries]
-        offsets: list[int] = []
-        for token_id in token_ids:
-            offsets.append(self._offset)
-            self._offset += len(self._counter.push([token_id]))
+            self._offset = len(self.before)
+        found, length = self._logprobs(update.token_ids, update.logprobs, self._counter, self._offset)
+        self._offset += length
+        return found
+
+    def _of_prompt(self, scored: ScoredPrompt) -> Json:
+        entries = [None, *scored.entries]
+        return self._logprobs(scored.token_ids, entries, IncrementalDetokenizer(self.tokenizer), 0)[0]
+
+    def _logprobs(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[TokenLogprobs | None],
+        counter: IncrementalDetokenizer,
+        start: int,
+    ) -> tuple[Json, int]:
+        """And the length of their text, which begins at `start`."""
+        lengths = [len(counter.push([token_id])) for token_id in token_ids]
         pairs = list(zip(token_ids, entries, strict=True))
-        return {
+        found: Json = {
             "tokens": [token_text(self.tokenizer, token_id) for token_id in token_ids],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [entry and self._top(token_id, entry) for token_id, entry in pairs],
-            "text_offset": offsets,
+            "text_offset": list(accumulate(lengths[:-1], initial=start))[: len(lengths)],
         }
+        return found, sum(lengths)
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> Json:
         tops = zip(entry.top_ids, entry.top_logprobs, strict=True)

@@ -15,6 +15,7 @@ from headrace.errors import (
     ModelError,
     Overloaded,
     PeerError,
+    RankLost,
     TransferFailed,
     Unavailable,
     WorkerGone,
@@ -46,6 +47,7 @@ def test_only_what_time_or_another_place_can_heal_is_retryable():
         Overloaded,
         Unavailable,
         WorkerGone,
+        RankLost,
         TransferFailed,
     }
 
